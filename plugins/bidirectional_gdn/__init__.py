@@ -1,0 +1,1 @@
+"""BidirectionalGatedDeltaNet: delta rule for commit rows, block softmax with a history slot for preview rows."""

@@ -1,0 +1,1 @@
+"""MoECoresetRouting: one shared expert set for all preview rows of a block."""

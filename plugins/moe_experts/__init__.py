@@ -1,0 +1,1 @@
+"""MoEExperts: top-k routed SwiGLU experts, INT4 or float weights."""
