@@ -1,0 +1,1 @@
+"""Targets, bundles and backends: what is built, and what runs it."""

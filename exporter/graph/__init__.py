@@ -1,0 +1,1 @@
+"""The step graph: one ONNX graph for prefill, denoising, committing and autoregressive decoding."""

@@ -1,0 +1,1 @@
+"""Custom operations: one folder holds one op's whole life."""

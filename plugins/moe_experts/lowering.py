@@ -1,0 +1,51 @@
+"""MoEExperts lowered to ONNX Runtime's MoE (float32) and QMoE (INT4, INT8) operators."""
+
+from __future__ import annotations
+
+from clover.exporter.config import ModelConfig
+from clover.exporter.graph.builder import CONTRIB, GraphBuilder
+from clover.exporter.precision import BITS, PrecisionPlan
+
+
+def lower_experts(
+    b: GraphBuilder,
+    c: ModelConfig,
+    precision: PrecisionPlan,
+    layer: int,
+    hidden: str,
+    routing: str,
+    accuracy_level: int,
+) -> str:
+    """hidden [N, H], routing [N, E] logits (-1e30: not used) -> [N, H].
+
+    The operator's own softmax over the top-k logits is the renormalised router weight.
+    """
+    g = f"layers.{layer}.experts."
+    # alpha 1, beta 0: the fused SwiGLU is plain SiLU(gate) * up on interleaved rows
+    common = {
+        "k": c.num_experts_per_tok,
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": 1.0,
+        "activation_beta": 0.0,
+        "normalize_routing_weights": 1,
+    }
+    kind = precision["experts"]
+    if kind == "fp32":
+        return b.op(
+            "MoE",
+            hidden,
+            routing,
+            b.weight(f"{g}gate_up.weight"),
+            "",
+            b.weight(f"{g}down.weight"),
+            domain=CONTRIB,
+            **common,
+        )
+    return b.op(
+        "QMoE", hidden, routing,
+        b.weight(f"{g}gate_up.qweight"), b.weight(f"{g}gate_up.scales"), "",
+        b.weight(f"{g}down.qweight"), b.weight(f"{g}down.scales"),
+        domain=CONTRIB, expert_weight_bits=BITS[kind], block_size=precision.group_size,
+        accuracy_level=accuracy_level, **common,
+    )  # fmt: skip

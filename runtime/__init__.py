@@ -1,0 +1,1 @@
+"""From a bundle to text: the block loop and everything around it."""
