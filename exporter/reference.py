@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from clover.exporter.config import ModelConfig
 from clover.plugins.bidirectional_gdn.reference import bidirectional_gated_delta_net
 from clover.plugins.bidirectional_gdn.spec import GatedDeltaNetAttributes
@@ -199,7 +200,8 @@ class ReferenceModel:
             all_values = np.concatenate([values[s, :start], v[s, :n]])
             # Commit rows are causal; preview rows see the clean past and every row of the step.
             visible = (np.arange(start + n) <= positions[:, None]) | (np.arange(n) >= commit)[:, None]
-            o[s, :n] = grouped_attention(self._rotate(q[s, :n], positions), all_keys, all_values, visible)
+            if n:
+                o[s, :n] = grouped_attention(self._rotate(q[s, :n], positions), all_keys, all_values, visible)
             new_keys[s, : start + commit] = all_keys[: start + commit]
             new_values[s, : start + commit] = all_values[: start + commit]
         return self._linear(o * sigmoid(gate), p + "o_proj.weight"), new_keys, new_values

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from clover.plugins.bidirectional_gdn.spec import L2_EPSILON, GatedDeltaNetAttributes
 from clover.plugins.numerics import FloatArray, IntArray, l2_normalize, row_ranges, sigmoid, silu, softmax, softplus
 
@@ -81,12 +82,13 @@ def right_convolution(x: FloatArray, weight: FloatArray) -> FloatArray:
 def split_heads(u: FloatArray, attributes: GatedDeltaNetAttributes) -> tuple[FloatArray, FloatArray, FloatArray]:
     """u [n, C] -> q̂, k̂ [n, Hv, Dk], l2-normalised and repeated to the value heads, and v [n, Hv, Dv]."""
     width, n = attributes.key_width, len(u)
+    keys = (n, attributes.num_key_heads, attributes.key_head_dim)
     repeat = attributes.num_value_heads // attributes.num_key_heads
     q, k = (
-        np.repeat(l2_normalize(part.reshape(n, attributes.num_key_heads, -1), L2_EPSILON), repeat, axis=1)
+        np.repeat(l2_normalize(part.reshape(keys), L2_EPSILON), repeat, axis=1)
         for part in (u[:, :width], u[:, width : 2 * width])
     )
-    return q, k, u[:, 2 * width :].reshape(n, attributes.num_value_heads, -1)
+    return q, k, u[:, 2 * width :].reshape(n, attributes.num_value_heads, attributes.value_head_dim)
 
 
 def read_state(state: FloatArray, q: FloatArray) -> FloatArray:

@@ -5,7 +5,10 @@ Deployed routing decides in float32; float64 logits are decided in float64, for 
 
 from __future__ import annotations
 
+from typing import SupportsFloat
+
 import numpy as np
+
 from clover.plugins.moe_coreset_routing.spec import EXCLUDED_LOGIT, CoresetAttributes
 from clover.plugins.numerics import BoolArray, FloatArray, IntArray, row_ranges, softmax, top_indices
 
@@ -14,7 +17,7 @@ def moe_coreset_routing(
     logits: FloatArray,  # [S, T, E]
     commit_length: IntArray,  # [S]
     row_length: IntArray,  # [S]
-    top_p: float | FloatArray,  # []
+    top_p: SupportsFloat,  # []
     *,
     attributes: CoresetAttributes,
 ) -> FloatArray:

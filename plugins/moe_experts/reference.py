@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from clover.plugins.moe_experts.spec import INT4_ZERO_POINT, ExpertsAttributes
 from clover.plugins.numerics import FloatArray, silu, softmax, top_indices
 
