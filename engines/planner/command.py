@@ -1,0 +1,71 @@
+"""`clover plan`: options as the user writes them, to JSON data and something to print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clover.engines.gpus import parse_size, resolve_gpu
+from clover.engines.planner.full_size import FULL_SIZE
+from clover.engines.planner.plan import DEFAULT_CONTEXT, DEFAULT_HOST_MEMORY, DEFAULT_PREFILL_CHUNK, plan
+from clover.engines.planner.routing import RoutingAssumptions
+from clover.exporter.config import ModelConfig
+from clover.exporter.precision import parse_precision, plan_precision
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def plan_command(
+    checkpoint: str | Path | None = None,
+    *,
+    gpu: str | None = None,
+    sm: str | int | None = None,
+    memory: str | int | None = None,
+    precision: str = "int4",
+    group_size: int | None = None,
+    max_context: int = DEFAULT_CONTEXT,
+    sequences: int = 1,
+    block_sizes: Sequence[int] = (),
+    backend: str | None = None,
+    host_memory: str | int | None = None,
+    resident_experts: int | None = None,
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+    block_skew: float = 1.0,
+    popularity_skew: float = 0.0,
+    distinct: float | None = None,
+    hit_rate: float | None = None,
+) -> tuple[dict[str, Any], RenderableType]:
+    """The plan of a checkpoint directory (None: the published full-size model) as JSON data and a renderable.
+
+    `host_memory` None means the RAM of this machine when the target is this machine (`cpu`, `auto`), else 32 GiB.
+    Raises CloverError for wrong options; a model that does not fit is reported in data["fits"] and data["problem"].
+    """
+    from clover.engines.planner.render import render_plan
+
+    target = resolve_gpu(gpu, sm, memory)
+    config = FULL_SIZE if checkpoint is None else ModelConfig.load(checkpoint)
+    if host_memory is not None:
+        ram = parse_size(host_memory, "--host-memory")
+    else:
+        ram = DEFAULT_HOST_MEMORY
+        if target.is_cpu or (gpu or "").strip().lower() == "auto":
+            from clover.engines.gpu_driver import installed_memory
+
+            ram = installed_memory() or ram
+    base, overrides = parse_precision(precision)
+    result = plan(
+        config,
+        target,
+        plan_precision(config, base, overrides, group_size),
+        max_context=max_context,
+        sequences=sequences,
+        block_sizes=block_sizes,
+        backend=backend,
+        routing=RoutingAssumptions(block_skew, popularity_skew, distinct, hit_rate),
+        resident_experts=resident_experts,
+        host_memory=ram,
+        prefill_chunk=prefill_chunk,
+    )
+    return result.to_json(), render_plan(result)
