@@ -1,0 +1,191 @@
+"""Symmetric INT4 and INT8 quantisation in groups along the last axis, in the layout of ONNX Runtime's
+MatMulNBits and QMoE: unsigned values with an implied zero point of 8 (or 128), INT4 two a byte, low nibble first.
+
+    value = (stored - zero_point) * scale
+
+Scales are exactly representable in bfloat16, so that engines keeping them in bfloat16 hold the same model as those
+keeping them in float32. They are positive unless `signed_scales` is asked for: TensorRT's DequantizeLinear refuses
+negative ones, ONNX Runtime's kernels and ours take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from clover.runtime.errors import CloverError
+
+GROUP_SIZES = (128, 64, 32)
+LARGEST_WEIGHT = 1e30  # beyond it a group's squared error overflows float32
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # subnormal scales have no finite inverse, and GPUs flush them
+CHUNK = 2**16  # weights worked on at a time: a few float32 arrays of this size fit a core's L2 cache
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class _Format:
+    low: int
+    high: int
+    zero_point: int
+    # The search starts from scale = abs-max / level for each level; above `high`, the largest weights are clipped.
+    # Twice as many levels win another 0.5 % of squared error.
+    levels: Sequence[float]
+
+
+INT4 = _Format(-8, 7, 8, (7.2, 7.8, 8.4, 9.2, 10.4))
+INT8 = _Format(-127, 127, 128, (127.0, 130.0))
+
+
+def quantize_int4(
+    weight: Floats, group_size: int, *, name: str = "weight", search: bool = True, signed_scales: bool = False
+) -> tuple[Bytes, Floats]:
+    """Quantises float32 [..., K] to (packed uint8 [..., K / 2], scales float32 [..., K / group_size]).
+
+    Each group's scale is the one of least squared error among abs-max / 7 and its rivals, all refined by least
+    squares; ties keep abs-max / 7, which is what `search=False` gives. A group of zeros gets the scale 1.
+    `signed_scales` turns each group so that its largest weight lies on the longer, negative side of -8…7: about
+    a tenth less squared error.
+
+    Raises CloverError naming `name` when K is no multiple of `group_size`, or a weight is not finite.
+    """
+    values, scales = _quantize(weight, group_size, name, INT4, search, signed_scales)
+    return pack_int4(values), scales
+
+
+def quantize_int8(
+    weight: Floats, group_size: int, *, name: str = "weight", search: bool = True
+) -> tuple[Bytes, Floats]:
+    """Quantises float32 [..., K] to (uint8 [..., K] of 1…255, scales float32 [..., K / group_size])."""
+    return _quantize(weight, group_size, name, INT8, search, signed=False)
+
+
+def dequantize_int4(packed: Bytes, scales: Floats) -> Floats:
+    """float32 [..., K] from packed uint8 [..., K / 2] and scales [..., K / group_size]."""
+    return _dequantize(unpack_int4(packed), scales, INT4.zero_point)
+
+
+def dequantize_int8(values: Bytes, scales: Floats) -> Floats:
+    """float32 [..., K] from uint8 [..., K] and scales [..., K / group_size]."""
+    return _dequantize(values, scales, INT8.zero_point)
+
+
+def pack_int4(values: Bytes) -> Bytes:
+    """uint8 [..., K] of 0…15 → uint8 [..., K / 2], the even element in the low nibble."""
+    pairs = np.ascontiguousarray(values).view("<u2")
+    packed: Bytes = (pairs | (pairs >> np.uint16(4))).astype(np.uint8)
+    return packed
+
+
+def unpack_int4(packed: Bytes) -> Bytes:
+    """uint8 [..., K / 2] → uint8 [..., K] of 0…15."""
+    return np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def round_to_bfloat16(values: Floats) -> Floats:
+    """Nearest bfloat16 (ties to even), kept in float32."""
+    return values.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _dequantize(values: Bytes, scales: Floats, zero_point: int) -> Floats:
+    groups = values.reshape(*scales.shape, -1).astype(np.float32)
+    groups -= np.float32(zero_point)
+    groups *= scales[..., None]
+    return groups.reshape(values.shape)
+
+
+def _quantize(
+    weight: Floats, group_size: int, name: str, form: _Format, search: bool, signed: bool
+) -> tuple[Bytes, Floats]:
+    if group_size not in GROUP_SIZES:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise CloverError(f"group size {group_size} of {name} is not supported; choose from {sizes}.")
+    if weight.ndim == 0 or weight.shape[-1] % group_size:
+        raise CloverError(
+            f"{name} of shape {list(weight.shape)} can't be quantised in groups of {group_size}: its last axis is no "
+            "multiple of that; choose a smaller group size or leave this tensor unquantised."
+        )
+    groups = np.ascontiguousarray(weight, np.float32).reshape(-1, group_size)
+    values = np.empty(groups.shape, np.uint8)
+    scales = np.empty(len(groups), np.float32)
+    rows = CHUNK // group_size
+    for start in range(0, len(groups), rows):
+        part = slice(start, start + rows)
+        scales[part] = _quantize_groups(groups[part], values[part], form, name, search, signed)
+    return values.reshape(weight.shape), scales.reshape(*weight.shape[:-1], -1)
+
+
+def _quantize_groups(w: Floats, out: Bytes, form: _Format, name: str, search: bool, signed: bool) -> Floats:
+    """Writes unsigned values of w [groups, group_size] to `out`, returns the scales [groups]."""
+    q = np.empty_like(w)
+    largest = _row_max(np.abs(w, out=q))
+    if not (largest.size == 0 or largest.max() <= LARGEST_WEIGHT):  # NaN compares false
+        raise CloverError(f"{name} holds NaN, infinite or absurdly large values and can't be quantised.")
+    sign = np.where(_row_max(w) == largest, np.float32(-1), np.float32(1)) if signed else np.ones_like(largest)
+    if signed:
+        w = w * sign[:, None]
+    scale = _scale(largest / np.float32(form.high), largest)
+    if search:
+        best = _best_scale(w, q, largest, form)
+        # the search compares estimates; the two errors compared here are exact
+        scale = np.where(_error(w, q, best, form) < _error(w, q, scale, form), best, scale)
+    _round(w, q, scale, form)
+    q += np.float32(form.zero_point)
+    out[...] = q
+    return scale * sign
+
+
+def _best_scale(w: Floats, q: Floats, largest: Floats, form: _Format) -> Floats:
+    """The scale [groups] of least estimated squared error.
+
+    For fixed integers q the best scale is s = Σwq / Σq², and Σ(w - s q)² = Σw² - (2 s Σwq - s² Σq²): the bracket is
+    what is maximised. Rounding to the nearest integers under the new s can only lower the error further.
+    """
+    best = _scale(largest / np.float32(form.high), largest)
+    best_gain = np.full(len(w), -np.inf, np.float32)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
+        for level in form.levels:
+            inverse = np.where(largest > SMALLEST_SCALE * level, np.float32(level) / largest, np.float32(0))
+            np.multiply(w, inverse[:, None], out=q)
+            np.rint(q, out=q)
+            np.clip(q, form.low, form.high, out=q)
+            wq, qq = np.einsum("ij,ij->i", w, q), np.einsum("ij,ij->i", q, q)
+            scale = _scale(wq / qq, qq)
+            gain = scale * (2 * wq - scale * qq)
+            better = gain > best_gain
+            best, best_gain = np.where(better, scale, best), np.where(better, gain, best_gain)
+    return best
+
+
+def _scale(ideal: Floats, nonzero: Floats) -> Floats:
+    """A usable scale near `ideal`: normal, in bfloat16, and 1 where the group is all zeros."""
+    rounded = np.maximum(round_to_bfloat16(ideal), np.float32(SMALLEST_SCALE))
+    return np.where(nonzero > 0, rounded, np.float32(1))
+
+
+def _round(w: Floats, q: Floats, scale: Floats, form: _Format) -> None:
+    np.divide(w, scale[:, None], out=q)
+    np.rint(q, out=q)
+    np.clip(q, form.low, form.high, out=q)
+
+
+def _error(w: Floats, q: Floats, scale: Floats, form: _Format) -> Floats:
+    """Squared error [groups] of w under `scale`; q is scratch."""
+    _round(w, q, scale, form)
+    q *= scale[:, None]
+    q -= w
+    error: Floats = np.einsum("ij,ij->i", q, q)
+    return error
+
+
+def _row_max(values: Floats) -> Floats:
+    """max along the last axis (a power of two wide) by halving: five times faster than NumPy's own on short rows."""
+    while values.shape[1] > 1:
+        half = values.shape[1] // 2
+        values = np.maximum(values[:, :half], values[:, half:])
+    return values[:, 0]
