@@ -126,8 +126,9 @@ def _quantize_groups(w: Floats, out: Bytes, form: _Format, name: str, search: bo
     largest = _row_max(np.abs(w, out=q))
     if not (largest.size == 0 or largest.max() <= LARGEST_WEIGHT):  # NaN compares false
         raise CloverError(f"{name} holds NaN, infinite or absurdly large values and can't be quantised.")
-    sign = np.where(_row_max(w) == largest, np.float32(-1), np.float32(1)) if signed else np.ones_like(largest)
+    sign = np.ones_like(largest)
     if signed:
+        sign[(_row_max(w) == largest) & (largest > 0)] = -1
         w = w * sign[:, None]
     scale = _scale(largest / np.float32(form.high), largest)
     if search:
