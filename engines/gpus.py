@@ -87,7 +87,7 @@ HALF = "BF16 is half of the figure with sparsity"
 HGX_B200 = f"NVIDIA HGX B200 datasheet, an eighth of the board; {HALF}; bandwidth from the driver's bus width and clock"
 HGX_B300 = f"NVIDIA HGX B300 datasheet, an eighth of the board; {HALF}; the link is that of the host's side"
 GB300_NVL72 = f"NVIDIA GB300 NVL72 datasheet, a 72nd of the rack; {HALF}"
-DDR5 = "assumed: two channels of DDR5 at about 70 % of their peak, and 1 TFLOP/s"
+DDR5 = "two channels of DDR5 at about 70 % of their peak and 1 TFLOP/s, a guess at a desktop"
 
 # fmt: off
 TARGETS: tuple[Gpu, ...] = (
