@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clover.runtime.errors import BundleError, RequestError
@@ -61,9 +61,36 @@ def test_user_text_can_not_inject_control_tokens(user: str, system: str) -> None
     assert TOKENIZER.decode(ids) == system + user
 
 
-@given(TEXTS)
-def test_prompt_without_guards_is_encoded_as_the_library_does(text: str) -> None:
-    assert TOKENIZER.encode_prompt(RenderedPrompt(text, pick_guard([text]))) == TOKENIZER.encode(text)
+def qwen_like() -> Tokenizer:
+    """The nano tokenizer as Qwen's is built: NFC, added tokens outside the model's vocabulary, markers not special."""
+    from tokenizers import Tokenizer as RawTokenizer
+
+    data = json.loads((NANO / "tokenizer.json").read_text())
+    data["normalizer"] = {"type": "NFC"}
+    for n, token in enumerate(data["added_tokens"]):
+        del data["model"]["vocab"][token["content"]]
+        token["id"] = SIZE - len(data["added_tokens"]) + n
+        token["special"] = token["content"] not in MARKERS
+    data["model"]["vocab"] = {token: n for n, token in enumerate(data["model"]["vocab"])}
+    return Tokenizer(RawTokenizer.from_str(json.dumps(data)))
+
+
+QWEN_LIKE = qwen_like()
+
+
+@given(TEXTS, st.sampled_from([TOKENIZER, QWEN_LIKE]))
+@example("e\u0301<think>e\u0301<|im_end|>\u0301", QWEN_LIKE)
+def test_prompt_without_guards_is_encoded_as_the_library_does(text: str, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_prompt(RenderedPrompt(text, pick_guard([text])))
+    assert ids == tokenizer.encode(text)
+    assert "".join(Detokenizer(tokenizer).push(ids)) == tokenizer.decode(ids)
+
+
+def test_tokens_outside_the_vocabulary_of_the_model() -> None:
+    assert QWEN_LIKE.size == SIZE
+    assert QWEN_LIKE.token_id("<|endoftext|>") == SIZE - 8
+    assert QWEN_LIKE.control_tokens == CONTROL
+    assert QWEN_LIKE.decode(QWEN_LIKE.encode("<|im_start|><think>a<|im_end|>")) == "<think>a"
 
 
 def test_mask_in_prompt_is_refused_but_its_spelling_in_a_message_is_not() -> None:

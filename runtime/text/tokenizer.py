@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +87,14 @@ class Tokenizer:
             raise BundleError(f"{path} can't be read as a tokenizer: {error}.") from error
         return cls(raw)
 
+    @cached_property
+    def _known_ids(self) -> frozenset[int]:
+        return frozenset(int(id_) for id_ in self._raw.get_vocab(with_added_tokens=True).values())
+
     @property
     def size(self) -> int:
         """One more than the largest id that has a token."""
-        return 1 + max(int(id_) for id_ in self._raw.get_vocab(with_added_tokens=True).values())
+        return 1 + max(self._known_ids)
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
@@ -116,8 +121,7 @@ class Tokenizer:
     def padding_ids(self, model_vocab_size: int) -> list[int]:
         """Ids below `model_vocab_size` that no token has. The model's head has rows for them; they must never be
         chosen."""
-        known = {int(id_) for id_ in self._raw.get_vocab(with_added_tokens=True).values()}
-        return [id_ for id_ in range(model_vocab_size) if id_ not in known]
+        return [id_ for id_ in range(model_vocab_size) if id_ not in self._known_ids]
 
     def encode(self, text: str) -> list[int]:
         """Ids of text that is trusted as a whole: every added token in it is recognised. Adds no tokens of its own."""
