@@ -108,7 +108,8 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelConfig:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**given)
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:

@@ -64,11 +64,11 @@ def parse_precision(text: str) -> tuple[Precision, dict[TensorClass, Precision]]
         if not equals:
             if base is not None:
                 raise CloverError(f"--precision: {text!r} names two base precisions; keep one.")
-            base = cast("Precision", precision)
+            base = precision
         elif key not in TENSOR_CLASSES:
             raise CloverError(f"--precision: {key!r} is no tensor class; choose from {', '.join(TENSOR_CLASSES)}.")
         else:
-            overrides[cast("TensorClass", key)] = cast("Precision", precision)
+            overrides[key] = precision
     return base or "fp32", overrides
 
 

@@ -41,7 +41,7 @@ def build_step_graph(
     b = GraphBuilder(weights)
     dense = Dense(b, precision, accuracy_level)
     rows = author_rows(b)
-    top_p = b.input("coreset_top_p", [])
+    top_p = b.unsqueeze(b.input("coreset_top_p", ["S"]), 1)
     history = history_log_ratio(b, config, rows)
     rope = rotary_tables(b, rows, config.rotary_dim, config.rope_theta)
     b.scope("embed")
@@ -60,8 +60,6 @@ def build_step_graph(
             b.op("Add", hidden, _moe(b, config, dense, rows, top_p, layer, normed)), f"layers.{layer}.hidden"
         )
     author_head(b, config, dense, rows, hidden, excluded_ids, with_logits)
-    if not config.coreset_enabled:
-        b.op("Identity", top_p)  # the input stays, so that every bundle is driven alike
     metadata = {"model_type": config.model_type, "precision": precision.name}
     return b.model("clover_step", metadata)
 
@@ -69,8 +67,8 @@ def build_step_graph(
 def _gdn_layer(b: GraphBuilder, c: ModelConfig, dense: Dense, rows: Rows, history: str, layer: int, hidden: str) -> str:
     """hidden [S*T, H] -> [S*T, H]; declares the layer's recurrent state and conv ring."""
     g, heads = f"layers.{layer}.gdn.", c.linear_num_value_heads
-    recurrent_shape = ["S", heads, c.linear_key_head_dim, c.linear_value_head_dim]
-    conv_shape = ["S", c.conv_history, c.conv_channels]
+    recurrent_shape: list[int | str] = ["S", heads, c.linear_key_head_dim, c.linear_value_head_dim]
+    conv_shape: list[int | str] = ["S", c.conv_history, c.conv_channels]
     recurrent, conv = b.input(f"recurrent.{layer}", recurrent_shape), b.input(f"conv.{layer}", conv_shape)
 
     def per_sequence(x: str) -> str:
@@ -100,7 +98,7 @@ def _attention_layer(
     b: GraphBuilder, c: ModelConfig, dense: Dense, rows: Rows, rope: tuple[str, str, str], layer: int, hidden: str
 ) -> str:
     """hidden [S*T, H] -> [S*T, H]; declares the layer's KV cache."""
-    shape = ["S", c.num_key_value_heads, "capacity", c.head_dim]
+    shape: list[int | str] = ["S", c.num_key_value_heads, "capacity", c.head_dim]
     keys, values = b.input(f"keys.{layer}", shape), b.input(f"values.{layer}", shape)
     mixed, new_keys, new_values = author_attention(b, c, dense, rows, rope, layer, hidden, keys, values)
     b.output(new_keys, f"next.keys.{layer}", shape)

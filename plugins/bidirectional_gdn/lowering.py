@@ -124,9 +124,14 @@ def _delta_rule(
         return b.slice(x, zero, rows.commit_stop, 1)
 
     decay, rate = b.ops(
-        "LinearAttentionGate", 2, head(a), b.weight(f"{g}dt_bias.weight"), b.weight(f"{g}decay_rate.weight"), head(beta),
+        "LinearAttentionGate",
+        2,
+        head(a),
+        b.weight(f"{g}dt_bias.weight"),
+        b.weight(f"{g}decay_rate.weight"),
+        head(beta),
         domain=CONTRIB,
-    )  # fmt: skip
+    )
     # sequences with fewer commit rows: no decay and no update leaves their state as it is
     active = b.unsqueeze(b.to_float(head(rows.is_commit)), 2)
     output, state = b.ops(

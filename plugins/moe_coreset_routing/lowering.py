@@ -17,7 +17,7 @@ EXCLUDED = -1e30
 
 
 def lower_coreset_routing(b: GraphBuilder, c: ModelConfig, rows: Rows, top_p: str, logits: str) -> str:
-    """logits [S, T, E] float32, top_p [] float32 (1 and above: no restriction) -> [S, T, E]."""
+    """logits [S, T, E] float32, top_p [S, 1] float32 (1 and above: no restriction) -> [S, T, E]."""
     allowed = logits
     if c.coreset_enabled:
         coreset = _coreset(b, c, rows, top_p, logits)  # [S, E] bool

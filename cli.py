@@ -1,0 +1,190 @@
+"""The `clover` command: thin verbs, each importing what it needs when it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from clover.runtime.errors import CloverError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+app = typer.Typer(
+    name="clover",
+    help="Compiler and small runtime for the Clover block-diffusion language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+BundlePath = Annotated[Path, typer.Argument(help="A bundle made by `clover build`.")]
+
+
+def fail(message: str, code: int = 2) -> typer.Exit:
+    """One sentence on stderr and an exit code."""
+    print(f"clover: {message}", file=sys.stderr)
+    return typer.Exit(code)
+
+
+def sentence_on_error(verb: Callable[P, R]) -> Callable[P, R]:
+    """A user's mistake becomes one sentence and exit code 2, never a traceback."""
+
+    @wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return verb(*args, **kwargs)
+        except CloverError as error:
+            raise fail(str(error), error.exit_code) from None
+        except KeyboardInterrupt:
+            raise fail("interrupted.", 130) from None
+        except MemoryError:
+            raise fail("out of memory; close other programs or choose a smaller --max-context.") from None
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise fail(
+                f"{where}{error.strerror or error}; check the path, its permissions and the free space."
+            ) from None
+
+    return run
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+@app.command()
+@sentence_on_error
+def build(
+    checkpoint: Annotated[Path, typer.Argument(help="A Clover checkpoint in Hugging Face layout.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Where the bundle goes.")],
+    gpu: Annotated[str, typer.Option(help="The target: `cpu`, or a card (see `clover gpus`).")] = "cpu",
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16, int8 or int4; per class: int4,lm_head=int8,embed=bf16.")
+    ] = None,
+    int4: Annotated[bool, typer.Option("--int4", help="Short for --precision int4.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")] = False,
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale: 128, 64 or 32.")] = None,
+    block_size: Annotated[
+        list[int] | None, typer.Option(help="Block sizes to serve (repeatable); default all.")
+    ] = None,
+    max_context: Annotated[int | None, typer.Option(help="Longest context in tokens; default the model's.")] = None,
+    with_logits: Annotated[
+        bool, typer.Option("--with-logits", help="Also give logits out (for `clover logits`).")
+    ] = False,
+    exact_activations: Annotated[
+        bool, typer.Option("--exact-activations", help="Integer weights meet float32 activations: slower, exact.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a bundle that stands at the output path.")] = False,
+    ignore_config_field: Annotated[
+        list[str] | None, typer.Option(help="An unknown config.json field to disregard (repeatable).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn a checkpoint into a bundle for one target."""
+    from clover.engines.build import BuildRequest, build_target
+    from clover.exporter.precision import parse_precision
+    from clover.runtime.terminal.progress import Progress
+
+    named = [p for p, given in (("int4", int4), ("bf16", bf16), (precision, precision is not None)) if given]
+    if len(named) > 1:
+        raise CloverError("--precision, --int4 and --bf16 exclude each other; give one.")
+    base, overrides = parse_precision(named[0] or "int4" if named else "int4")
+    request = BuildRequest(
+        checkpoint=checkpoint,
+        out=out,
+        target=gpu,
+        precision=base,
+        overrides=overrides,
+        group_size=group_size,
+        block_sizes=tuple(block_size or ()),
+        max_context=max_context,
+        with_logits=with_logits,
+        exact_activations=exact_activations,
+        replace=force,
+        ignore_fields=tuple(ignore_config_field or ()),
+    )
+    with Progress("building", " weights", quiet=as_json) as progress:
+        bundle = build_target(request, progress)
+    if as_json:
+        print_json(
+            {
+                "bundle": str(bundle.directory),
+                "bytes": bundle.nbytes,
+                "manifest": bundle.manifest.model_dump(mode="json"),
+            }
+        )
+    else:
+        print(f"{bundle.directory}: {bundle.nbytes / 1e6:.1f} MB, {bundle.manifest.target.name}, {base}")
+
+
+@app.command()
+@sentence_on_error
+def run(
+    bundle: BundlePath,
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.")],
+    mode: Annotated[str | None, typer.Option(help="fill or autoregressive; default the bundle's.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Fill positions whose probability exceeds this.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens developed at once.")] = None,
+    coreset_top_p: Annotated[
+        float | None, typer.Option(help="Share of router votes the block's experts cover.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest reply in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set of this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the best K tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted from logits of tokens in the reply.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides positive logits of tokens in the reply.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End the reply at this text (repeatable).")] = None,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", help="Template's enable_thinking.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")] = False,
+    show_steps: Annotated[bool, typer.Option("--show-steps", help="Draw the block developing.")] = False,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this CPU.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt, streaming."""
+    from clover.runtime.run_command import run_prompt
+
+    options = {
+        "mode": mode,
+        "threshold": threshold,
+        "block_size": block_size,
+        "coreset_top_p": coreset_top_p,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "presence_penalty": presence_penalty,
+        "repetition_penalty": repetition_penalty,
+        "stop": tuple(stop) if stop else None,
+    }
+    load = {"max_context": max_context, "threads": threads, "cache": cache}
+    text = sys.stdin.read() if prompt == "-" else prompt
+    run_prompt(bundle, text, options, load, raw=raw, thinking=thinking, show_steps=show_steps, as_json=as_json)
+
+
+def main() -> None:
+    """Entry point of the `clover` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Builds a bundle: weights, step graph, tokenizer, manifest; in a working directory that becomes the bundle at the end.
+
+An interrupted build leaves `.NAME.partial` beside the bundle's place; the next build goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clover import __version__
+from clover.engines.bundle import Bundle, check_output, file_entry, publish
+from clover.engines.lock import exclusive
+from clover.engines.manifest import MANIFEST, Graph, Manifest, Model, Target
+from clover.exporter.checkpoint import Checkpoint
+from clover.exporter.config import BLOCK_SIZES, ModelConfig, read_json
+from clover.exporter.config_reader import read_config, require_mask_token
+from clover.exporter.graph.step import EXACT_ACCURACY, FAST_ACCURACY, build_step_graph
+from clover.exporter.precision import Precision, PrecisionPlan, TensorClass, plan_precision
+from clover.exporter.store_plan import StoreItem, store_plan
+from clover.exporter.weight_index import read_weight_index
+from clover.exporter.weights import write_weights
+from clover.runtime.clover import TOKENIZER_DIRECTORY
+from clover.runtime.errors import CheckpointError, CloverError
+from clover.runtime.text.tokenizer import Tokenizer
+
+GRAPH_FILE = "graphs/step.onnx"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+GENERATION_FILE = "generation_config.json"
+
+Progress = Callable[[str, int, int], None]  # (what, done, total), in weights
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What `clover build` was asked for. `block_sizes` empty: all supported ones."""
+
+    checkpoint: Path
+    out: Path
+    target: str = "cpu"
+    precision: Precision = "int4"
+    overrides: Mapping[TensorClass, Precision] = field(default_factory=dict)
+    group_size: int | None = None
+    block_sizes: Collection[int] = ()
+    max_context: int | None = None
+    with_logits: bool = False
+    exact_activations: bool = False
+    replace: bool = False
+    ignore_fields: Collection[str] = ()
+
+
+def build_target(request: BuildRequest, progress: Progress = lambda what, done, total: None) -> Bundle:
+    """Builds for the request's target. Raises CloverError for a target that can't be built."""
+    from clover.engines.gpus import find_gpu
+
+    if find_gpu(request.target).name != "cpu":
+        raise CloverError(f"--gpu {request.target}: only `cpu` can be built so far.")
+    return build_cpu(request, progress)
+
+
+def build_cpu(request: BuildRequest, progress: Progress = lambda what, done, total: None) -> Bundle:
+    """Builds a bundle for the CPU and returns it verified. Raises CloverError with nothing half-written."""
+    check_output(request.out, replace=request.replace)
+    config = read_config(request.checkpoint, request.ignore_fields)
+    mask = require_mask_token(config)
+    checkpoint = Checkpoint.open(request.checkpoint, config)
+    precision = plan_precision(config, request.precision, request.overrides, request.group_size)
+    block_sizes = check_block_sizes(request.block_sizes)
+    max_context = check_context(config, request.max_context)
+    tokenizer = load_tokenizer(request.checkpoint, config)
+    work = request.out.with_name(f".{request.out.name}.partial")
+    work.mkdir(exist_ok=True)
+    with exclusive(work / ".lock"):
+        items = store_plan(config, precision)
+        hashes = write_weights(checkpoint, items, work, _weights_progress(items, progress))
+        excluded = sorted({mask, *(tokenizer.padding_ids(config.vocab_size) if tokenizer else ())})
+        model = build_step_graph(
+            config,
+            precision,
+            read_weight_index(work, hashes),
+            excluded_ids=excluded,
+            with_logits=request.with_logits,
+            accuracy_level=EXACT_ACCURACY if request.exact_activations else FAST_ACCURACY,
+        )
+        (work / GRAPH_FILE).parent.mkdir(exist_ok=True)
+        (work / GRAPH_FILE).write_bytes(model.SerializeToString())
+        files = {name: file_entry(work / name, sha256) for name, sha256 in hashes.items()}
+        for name in (GRAPH_FILE, *_copy_text_files(request.checkpoint, work)):
+            files[name] = file_entry(work / name)
+        manifest = Manifest(
+            clover_version=__version__,
+            model=describe_model(request.checkpoint, config, checkpoint),
+            target=Target(name="cpu", backend="onnxruntime", backend_version=_onnxruntime_version()),
+            precision=precision.to_json(),
+            block_sizes=block_sizes,
+            trained_block_size=config.block_size,
+            mask_token_id=mask,
+            eos_token_ids=config.eos_token_ids,
+            excluded_token_ids=tuple(excluded),
+            max_context=max_context,
+            options=assumed_options(config),
+            defaults=decode_defaults(request.checkpoint, config, precision, block_sizes),
+            graph=Graph(
+                file=GRAPH_FILE,
+                with_logits=request.with_logits,
+                accuracy_level=EXACT_ACCURACY if request.exact_activations else FAST_ACCURACY,
+            ),
+            files=files,
+        )
+        (work / MANIFEST).write_text(manifest.dump(), encoding="utf-8")
+        Bundle.open(work, verify=False)
+    (work / ".lock").unlink(missing_ok=True)
+    publish(work, request.out, replace=request.replace)
+    return Bundle.open(request.out, verify=False)
+
+
+# -- pieces shared by targets ---------------------------------------------------------------------
+
+
+def check_block_sizes(asked: Collection[int]) -> tuple[int, ...]:
+    """The block sizes of a bundle. Raises CloverError naming one that is not supported."""
+    for size in asked:
+        if size not in BLOCK_SIZES:
+            raise CloverError(f"--block-size {size} is not supported; choose from {', '.join(map(str, BLOCK_SIZES))}.")
+    return tuple(sorted(set(asked))) or BLOCK_SIZES
+
+
+def check_context(config: ModelConfig, asked: int | None) -> int:
+    """The longest context of a bundle, in tokens. Raises CloverError when the model can't hold it."""
+    limit = config.max_position_embeddings
+    if asked is not None and not 1 <= asked <= limit:
+        raise CloverError(f"--max-context {asked} is out of range; this model holds 1 to {limit} tokens.")
+    return asked or limit
+
+
+def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
+    """The checkpoint's tokenizer, None when it has none. Raises CheckpointError when it doesn't fit the model."""
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer.size > config.vocab_size:
+        raise CheckpointError(
+            f"{directory / 'tokenizer.json'} has {tokenizer.size} tokens and the model's vocabulary {config.vocab_size}; "
+            "they are not of the same model."
+        )
+    return tokenizer
+
+
+def describe_model(directory: Path, config: ModelConfig, checkpoint: Checkpoint) -> Model:
+    """The model's identity in a manifest."""
+    return Model(
+        name=directory.resolve().name,
+        config=config.to_json(),
+        config_sha256=hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
+        checkpoint=checkpoint.fingerprint(),
+    )
+
+
+def assumed_options(config: ModelConfig) -> dict[str, Any]:
+    """The named options for what is not public about the model, as the bundle was built."""
+    return {
+        "coreset_enabled": config.coreset_enabled,
+        "coreset_top_p": config.coreset_top_p,
+        "coreset_min_experts": config.coreset_min_experts,
+        "history_readout_scale": config.history_readout_scale,
+        "align_blocks": config.align_blocks,
+        "length_ramp": {"start": 8192, "stop": 16384, "max_bias": 5.0},
+    }
+
+
+def decode_defaults(
+    directory: Path, config: ModelConfig, precision: PrecisionPlan, block_sizes: tuple[int, ...], target: str = "cpu"
+) -> dict[str, Any]:
+    """Decode options that a request does not give: the checkpoint's generation_config.json, else the model's own."""
+    path = directory / GENERATION_FILE
+    given = read_json(path) if path.is_file() else {}
+    names = ("threshold", "presence_penalty", "frequency_penalty", "repetition_penalty", "max_new_tokens")
+    defaults: dict[str, Any] = {name: given[name] for name in names if given.get(name) is not None}
+    if given.get("do_sample"):
+        defaults.update({n: given[n] for n in ("temperature", "top_p", "top_k") if given.get(n) is not None})
+    defaults["block_size"] = config.block_size if config.block_size in block_sizes else block_sizes[-1]
+    defaults["coreset_top_p"] = config.coreset_top_p
+    defaults["align_blocks"] = config.align_blocks
+    defaults["mode"] = default_mode(config, target)
+    return defaults
+
+
+def default_mode(config: ModelConfig, target: str) -> str:
+    """Threshold fill, except where it loses: on a CPU a step of a wide model costs by the row (docs/speed.md)."""
+    return "autoregressive" if target == "cpu" and config.hidden_size >= 1024 else "fill"
+
+
+def _copy_text_files(source: Path, work: Path) -> list[str]:
+    """Copies tokenizer, chat template and generation config into the bundle; returns their bundle names."""
+    folder = work / TOKENIZER_DIRECTORY
+    folder.mkdir(exist_ok=True)
+    copied = []
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+            copied.append(f"{TOKENIZER_DIRECTORY}/{name}")
+    if (source / GENERATION_FILE).is_file():
+        shutil.copyfile(source / GENERATION_FILE, work / GENERATION_FILE)
+        copied.append(GENERATION_FILE)
+    return copied
+
+
+def _weights_progress(items: tuple[StoreItem, ...], progress: Progress) -> Callable[[str, int], None]:
+    total, done = 0, 0
+    for item in items:
+        size = 1
+        for n in item.shape:
+            size *= n
+        total += size
+
+    def report(name: str, weights: int) -> None:
+        nonlocal done
+        done += weights
+        progress(name, done, total)
+
+    return report
+
+
+def _onnxruntime_version() -> str:
+    import onnxruntime
+
+    return str(onnxruntime.__version__)

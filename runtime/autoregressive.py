@@ -1,0 +1,74 @@
+"""Plain autoregressive decoding: the causal pass alone, one token a step, on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from clover.runtime.decoder import DecodeCounts, DecodeEvent, PromptFeed, TokenInfo, TokensEvent
+from clover.runtime.fill import alternatives
+from clover.runtime.options import DecodeOptions
+from clover.runtime.penalties import PenaltyState
+from clover.runtime.select import candidates_needed, choose_tokens
+from clover.runtime.session import Candidates, SequenceRows
+
+
+class AutoregressiveDecoder:
+    """Commits the prompt, then one token after another."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        options: DecodeOptions,
+        *,
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        limit: int,
+        ending_ids: Sequence[int] = (),
+    ) -> None:
+        self.counts = DecodeCounts(prompt_tokens=len(prompt))
+        self._options, self._eos, self._limit = options, frozenset(eos_ids), limit
+        self._rng = np.random.default_rng(options.seed)
+        self._penalties = PenaltyState(options, ending_ids or eos_ids)
+        self._candidates = candidates_needed(options, vocab_size)
+        self._feed = PromptFeed(list(prompt))
+        self._done = self._truncated = self._asked = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    @property
+    def truncated(self) -> bool:
+        return self._truncated
+
+    @property
+    def candidates(self) -> int:
+        return self._candidates
+
+    def plan(self, slot: int, max_rows: int) -> SequenceRows:
+        tokens = np.array(self._feed.take(max_rows), np.int64)
+        self._asked = not self._feed.pending
+        rows = np.array([len(tokens) - 1], np.int64) if self._asked else np.zeros(0, np.int64)
+        self._penalties.at_length(self.counts.response_tokens)
+        return SequenceRows(slot, tokens, len(tokens), rows, self._penalties.adjustment())
+
+    def accept(self, candidates: Candidates) -> list[DecodeEvent]:
+        if not self._asked:
+            self.counts.prefill_steps += 1
+            return []
+        self.counts.steps += 1
+        ids, logprobs = choose_tokens(candidates, self._options, self._rng)
+        token = int(ids[0])
+        self.counts.ramp_bias = max(self.counts.ramp_bias, self._penalties.ramp_bias)
+        if token in self._eos:
+            self._done = True
+            return []
+        self.counts.response_tokens += 1
+        self._penalties.add([token])
+        self._feed.extend([token])
+        if self.counts.response_tokens >= self._limit:
+            self._done = self._truncated = True
+        extra = alternatives(candidates, 0, self._options.logprobs)
+        return [TokensEvent((TokenInfo(token, float(logprobs[0]), self.counts.steps, extra),))]

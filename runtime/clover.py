@@ -1,0 +1,255 @@
+"""The public API: load a bundle, chat, generate, stream. No torch, no network."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from clover.engines.bundle import Bundle
+from clover.engines.open import open_session
+from clover.runtime.autoregressive import AutoregressiveDecoder
+from clover.runtime.decoder import DecodeCounts, Decoder, StepEvent, TokenInfo
+from clover.runtime.errors import RequestError
+from clover.runtime.fill import FillDecoder
+from clover.runtime.loop import StepTimes, decode
+from clover.runtime.options import DecodeOptions, make_options
+from clover.runtime.reply import Reply, ReplyFinished, ReplyStatistics, StreamItem
+from clover.runtime.session import StepSession
+from clover.runtime.text.chat_template import ChatTemplate
+from clover.runtime.text.reply import ReplyEvent, ReplyParser, collect_reply
+from clover.runtime.text.tokenizer import Tokenizer, check_prompt
+
+TOKENIZER_DIRECTORY = "tokenizer"
+
+
+class Clover:
+    """A loaded model. Calls from several threads take turns; for many at once use `clover serve`.
+
+        engine = Clover.load("bundle/")
+        reply = engine.chat([{"role": "user", "content": "…"}])
+        for event in engine.stream(messages, threshold=0.95, max_new_tokens=512): ...
+
+    Decode options (threshold, mode, max_new_tokens, temperature, …) are the fields of
+    `clover.runtime.options.DecodeOptions`; what a call does not give comes from the bundle.
+    """
+
+    def __init__(
+        self, bundle: Bundle, session: StepSession, tokenizer: Tokenizer | None, template: ChatTemplate | None
+    ) -> None:
+        self.bundle, self.session, self.tokenizer, self.template = bundle, session, tokenizer, template
+        self._turn = threading.Lock()
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        *,
+        verify: bool = True,
+        max_context: int | None = None,
+        threads: int | None = None,
+        cache: bool = True,
+    ) -> Clover:
+        """Opens a bundle. `verify`: check every file's hash. `max_context`: most tokens of prompt and reply together.
+        `threads`: CPU threads (default: one a core). `cache`: keep weights packed for this CPU beside the bundle.
+
+        Raises BundleError when the bundle is damaged or for another machine.
+        """
+        bundle = Bundle.open(directory, verify=verify)
+        session = open_session(bundle, max_context=max_context, threads=threads, cache=cache)
+        folder = bundle.directory / TOKENIZER_DIRECTORY
+        tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+        has_template = any((folder / name).is_file() for name in ("chat_template.jinja", "tokenizer_config.json"))
+        template = ChatTemplate.load(folder, tokenizer) if tokenizer and has_template else None
+        return cls(bundle, session, tokenizer, template)
+
+    # -- replies -----------------------------------------------------------------------------
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Reply:
+        """The reply to a chat; see `stream` for the arguments. Raises RequestError naming a field that can't be honoured."""
+        return _last(self.stream(messages, **options))
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Reply:
+        """Continues a raw prompt (text or token ids) without the chat template."""
+        return _last(self.stream_prompt(prompt, **options))
+
+    def stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        steps: bool = False,
+        **options: Any,
+    ) -> Iterator[StreamItem]:
+        """Yields content, reasoning and tool-call deltas, then ReplyFinished. `steps`: also a StepEvent for each step.
+
+        The arguments are checked before this returns. Closing the iterator ends the decode.
+        """
+        if self.template is None or self.tokenizer is None:
+            raise RequestError(
+                "messages", "this bundle has no tokenizer or chat template; use generate with token ids."
+            )
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        rendered = self.template.render(messages, tools=tools, **thinking)
+        ids = self.tokenizer.encode_prompt(rendered)
+        return self._stream(
+            ids, "messages", options, steps=steps, tools=tools, starts_in_thinking=rendered.opens_thinking
+        )
+
+    def stream_prompt(
+        self, prompt: str | Sequence[int], *, steps: bool = False, **options: Any
+    ) -> Iterator[StreamItem]:
+        """As `stream`, for a raw prompt. Thinking and tool markers stay in the text."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("prompt", "this bundle has no tokenizer; give token ids.")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = [int(t) for t in prompt]
+        return self._stream(ids, "prompt", options, steps=steps, parse=False)
+
+    # -- pieces -----------------------------------------------------------------------------
+
+    def options(self, **given: Any) -> DecodeOptions:
+        """The decode options in force for a call. Raises RequestError."""
+        options = make_options(self.bundle.manifest.defaults, given)
+        sizes = self.bundle.manifest.block_sizes
+        if options.block_size not in sizes:
+            raise RequestError(
+                "block_size",
+                f"block_size is {options.block_size}; this bundle was built for {', '.join(map(str, sizes))}.",
+            )
+        vocab = self.bundle.manifest.config.vocab_size
+        for token in options.logit_bias:
+            if not 0 <= token < vocab:
+                raise RequestError("logit_bias", f"logit_bias names token {token}; ids go from 0 to {vocab - 1}.")
+        return options
+
+    def decoder(self, prompt: Sequence[int], options: DecodeOptions, field: str = "prompt") -> Decoder:
+        """A decoder for a prompt of token ids. Raises RequestError when the prompt can't be decoded."""
+        manifest, config = self.bundle.manifest, self.bundle.manifest.config
+        if not prompt:
+            raise RequestError(field, f"{field} holds no tokens; give at least one.")
+        for token in prompt:
+            if not 0 <= token < config.vocab_size:
+                raise RequestError(field, f"{field} holds token {token}; ids go from 0 to {config.vocab_size - 1}.")
+        check_prompt(prompt, manifest.mask_token_id, field)
+        room = self.session.max_context - len(prompt)
+        if room < 1:
+            raise RequestError(
+                field,
+                f"{field} has {len(prompt)} tokens and the context holds {self.session.max_context}, reply included; shorten it.",
+            )
+        limit = min(options.max_new_tokens or room, room)
+        common = {"eos_ids": manifest.eos_token_ids, "vocab_size": config.vocab_size, "limit": limit}
+        if options.mode == "autoregressive":
+            return AutoregressiveDecoder(prompt, options, **common)  # type: ignore[arg-type]
+        return FillDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self.session.close()
+
+    def __enter__(self) -> Clover:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stream(
+        self,
+        ids: Sequence[int],
+        field: str,
+        given: Mapping[str, Any],
+        *,
+        steps: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        starts_in_thinking: bool = False,
+        parse: bool = True,
+    ) -> Iterator[StreamItem]:
+        options = self.options(**given)
+        decoder = self.decoder(ids, options, field)
+        parser = None
+        if self.tokenizer is not None:
+            parser = ReplyParser(
+                self.tokenizer,
+                tools=tools,
+                stop=options.stop,
+                starts_in_thinking=starts_in_thinking,
+                parse_thinking=parse,
+                parse_tools=parse,
+            )
+        elif options.stop:
+            raise RequestError("stop", "this bundle has no tokenizer, so stop strings can't be found; leave stop out.")
+        return self._run(decoder, options, parser, steps)
+
+    def _run(
+        self, decoder: Decoder, options: DecodeOptions, parser: ReplyParser | None, steps: bool
+    ) -> Iterator[StreamItem]:
+        began = time.perf_counter()
+        times = StepTimes()
+        tokens: list[TokenInfo] = []
+        texts: list[ReplyEvent] = []
+        first: float | None = None
+        with self._turn:
+            self.session.reset(0)
+            for event in decode(self.session, decoder, 0, times):
+                if isinstance(event, StepEvent):
+                    if steps:
+                        yield event
+                    continue
+                first = first or time.perf_counter() - began
+                tokens.extend(event.tokens)
+                fresh = parser.push(t.id for t in event.tokens) if parser else []
+                texts += fresh
+                for item in fresh:
+                    yield item  # type: ignore[misc]  # Finished comes from `finish` alone
+                if parser and parser.stopped:
+                    break
+        ending = parser.finish(hit_limit=decoder.truncated) if parser else []
+        texts += ending
+        for item in ending[:-1]:
+            yield item  # type: ignore[misc]
+        statistics = _statistics(decoder.counts, options, times, len(tokens), first, time.perf_counter() - began)
+        yield ReplyFinished(_reply(texts, decoder.truncated, tokens, statistics))
+
+
+def _reply(texts: list[ReplyEvent], truncated: bool, tokens: list[TokenInfo], statistics: ReplyStatistics) -> Reply:
+    if not texts:  # a bundle without tokenizer
+        return Reply("", "", (), "length" if truncated else "stop", None, tuple(tokens), statistics)
+    whole = collect_reply(texts)
+    return Reply(
+        whole.content, whole.reasoning, whole.function_calls, whole.reason, whole.stop_string, tuple(tokens), statistics
+    )
+
+
+def _statistics(
+    counts: DecodeCounts, options: DecodeOptions, times: StepTimes, tokens: int, first: float | None, total: float
+) -> ReplyStatistics:
+    return ReplyStatistics(
+        mode=options.mode,
+        prompt_tokens=counts.prompt_tokens,
+        response_tokens=tokens,
+        blocks=counts.blocks,
+        steps=counts.steps,
+        prefill_steps=counts.prefill_steps,
+        tokens_per_step=tokens / max(counts.steps, 1),
+        time_to_first_token=first,
+        total_time=total,
+        tokens_per_second=tokens / total if total else 0.0,
+        engine_time=times.session,
+        length_ramp_bias=counts.ramp_bias,
+    )
+
+
+def _last(stream: Iterator[StreamItem]) -> Reply:
+    for item in stream:
+        if isinstance(item, ReplyFinished):
+            return item.reply
+    raise RuntimeError("the stream ended without a reply")

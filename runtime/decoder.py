@@ -1,0 +1,94 @@
+"""What one reply's decoder is: rows in, candidates back, events out. Every mode implements it.
+
+The loop that drives decoders is always the same: plan → step → accept (see runtime/loop.py); a scheduler may put
+the plans of many decoders into one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from clover.runtime.session import Candidates, SequenceRows
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """One response token: its id, raw log-probability at the step that chose it, and the alternatives there."""
+
+    id: int
+    logprob: float
+    step: int
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """A block developed by one step. `tokens[i]` is None while position i is a mask."""
+
+    block: int
+    step: int  # within the block, from 1
+    tokens: tuple[int | None, ...]
+    filled: tuple[int, ...]  # positions filled by this step
+    confidence: tuple[float, ...]  # of the filled positions
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEvent:
+    """Response tokens that are final, in order."""
+
+    tokens: tuple[TokenInfo, ...]
+
+
+DecodeEvent = StepEvent | TokensEvent
+
+
+@dataclass
+class DecodeCounts:
+    """What a decode did so far."""
+
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    prefill_steps: int = 0  # steps that only committed prompt tokens
+    steps: int = 0  # steps that could produce response tokens
+    blocks: int = 0  # blocks begun
+    ramp_bias: float = 0.0
+
+
+class Decoder(Protocol):
+    """One reply in progress."""
+
+    counts: DecodeCounts
+
+    @property
+    def done(self) -> bool:
+        """No further step is needed."""
+
+    @property
+    def truncated(self) -> bool:
+        """A limit cut the reply, and neither an end-of-sequence token nor the caller ended it."""
+
+    @property
+    def candidates(self) -> int:
+        """Candidates per logit row that `accept` needs."""
+
+    def plan(self, slot: int, max_rows: int) -> SequenceRows:
+        """The rows of this reply's next step."""
+
+    def accept(self, candidates: Candidates) -> list[DecodeEvent]:
+        """Takes the step's candidates. Advances the decoder."""
+
+
+@dataclass
+class PromptFeed:
+    """Tokens that wait to be committed, handed out in chunks."""
+
+    pending: list[int] = field(default_factory=list)
+
+    def take(self, limit: int) -> list[int]:
+        chunk, self.pending = self.pending[:limit], self.pending[limit:]
+        return chunk
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        self.pending.extend(tokens)

@@ -1,0 +1,168 @@
+"""Threshold fill: every position the model is sure of is filled at once, at least one a step.
+
+The mathematics is ARCHITECTURE's decode loop: a block starts as masks, a preview gives every masked position its best
+token and its confidence, positions above the threshold are filled for good, and a full block is committed
+causally in the same run that previews the next block for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from clover.runtime.decoder import DecodeCounts, DecodeEvent, PromptFeed, StepEvent, TokenInfo, TokensEvent
+from clover.runtime.options import DecodeOptions
+from clover.runtime.penalties import PenaltyState
+from clover.runtime.select import candidates_needed, choose_tokens, positions_to_fill
+from clover.runtime.session import Candidates, SequenceRows
+
+
+class FillDecoder:
+    """Develops one reply block by block. Whether a position is masked is kept apart from its token id."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        options: DecodeOptions,
+        *,
+        mask_id: int,
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        limit: int,
+        ending_ids: Sequence[int] = (),
+    ) -> None:
+        """`limit`: most response tokens (max_new_tokens, or what the context leaves)."""
+        self.counts = DecodeCounts(prompt_tokens=len(prompt))
+        self._options, self._mask_id, self._eos, self._limit = options, mask_id, frozenset(eos_ids), limit
+        self._rng = np.random.default_rng(options.seed)
+        self._penalties = PenaltyState(options, ending_ids or eos_ids)
+        self._candidates = candidates_needed(options, vocab_size)
+        # blocks aligned to multiples of the block size: the prompt's tail stands, filled, in the first block
+        tail = len(prompt) % options.block_size if options.align_blocks else 0
+        self._feed = PromptFeed(list(prompt[: len(prompt) - tail]))
+        self._done = self._truncated = False
+        self._block = np.full(options.block_size, mask_id, np.int64)
+        self._masked = np.ones(options.block_size, bool)
+        self._info: list[TokenInfo | None] = [None] * options.block_size
+        self._block[:tail] = prompt[len(prompt) - tail :]
+        self._masked[:tail] = False
+        self._emitted = tail  # positions of this block already given out
+        self._before = -tail  # response tokens of earlier blocks
+        self._block_step = 0
+        self._asked: np.ndarray[tuple[int], np.dtype[np.intp]] = np.zeros(0, np.intp)
+
+    # -- Decoder -------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    @property
+    def truncated(self) -> bool:
+        return self._truncated
+
+    @property
+    def candidates(self) -> int:
+        return self._candidates
+
+    def plan(self, slot: int, max_rows: int) -> SequenceRows:
+        size = self._options.block_size
+        if len(self._feed.pending) + size > max_rows:  # a long prompt: this step only commits
+            chunk = self._feed.take(max_rows)
+            self._asked = np.zeros(0, np.intp)
+            return SequenceRows(slot, np.array(chunk, np.int64), len(chunk), self._asked.astype(np.int64))
+        commit = self._feed.take(max_rows)
+        self._asked = np.flatnonzero(self._masked)  # filled positions need no logits
+        tokens = np.concatenate([np.array(commit, np.int64), self._block])
+        if self._block_step == 0:
+            self._penalties.at_length(max(self._before, 0))
+        return SequenceRows(
+            slot,
+            tokens,
+            len(commit),
+            self._asked + len(commit),
+            self._penalties.adjustment(),
+            self._options.coreset_top_p,
+        )
+
+    def accept(self, candidates: Candidates) -> list[DecodeEvent]:
+        if not len(self._asked):
+            self.counts.prefill_steps += 1
+            return []
+        self.counts.steps += 1
+        if self._block_step == 0:
+            self.counts.blocks += 1
+        self._block_step += 1
+        filled, confidence = self._fill(candidates)
+        events: list[DecodeEvent] = [
+            StepEvent(
+                self.counts.blocks,
+                self._block_step,
+                tuple(None if m else t for t, m in zip(self._block.tolist(), self._masked.tolist(), strict=True)),
+                tuple(filled),
+                tuple(confidence),
+            )
+        ]
+        fresh = self._emit()
+        if fresh:
+            events.append(TokensEvent(tuple(fresh)))
+        if not self._done and not self._masked.any():
+            self._next_block()
+        return events
+
+    # -- steps of the loop -----------------------------------------------------------------------
+
+    def _fill(self, candidates: Candidates) -> tuple[list[int], list[float]]:
+        """Fills positions for good; returns them and their confidences."""
+        ids, logprobs = choose_tokens(candidates, self._options, self._rng)
+        confidence = np.exp(logprobs)
+        chosen = positions_to_fill(confidence, self._options.threshold)
+        positions = self._asked[chosen]
+        self._block[positions] = ids[chosen]
+        self._masked[positions] = False
+        for row, position in zip(chosen.tolist(), positions.tolist(), strict=True):
+            self._info[position] = TokenInfo(
+                int(ids[row]),
+                float(logprobs[row]),
+                self.counts.steps,
+                alternatives(candidates, row, self._options.logprobs),
+            )
+        self._penalties.add(ids[chosen].tolist())
+        self.counts.ramp_bias = max(self.counts.ramp_bias, self._penalties.ramp_bias)
+        return positions.tolist(), confidence[chosen].tolist()
+
+    def _emit(self) -> list[TokenInfo]:
+        """The tokens that just became final: filled, with no mask before them, up to an end or the limit."""
+        fresh: list[TokenInfo] = []
+        for position in range(self._emitted, len(self._block)):
+            info = self._info[position]
+            if info is None:
+                break
+            if info.id in self._eos:
+                self._done = True
+                break
+            if self._before + position >= self._limit:
+                break
+            fresh.append(info)
+            self._emitted = position + 1
+        if not self._done and self._before + self._emitted >= self._limit:
+            self._done = self._truncated = True  # what is filled never changes, so the block's rest can't matter
+        self.counts.response_tokens = self._before + self._emitted
+        return fresh
+
+    def _next_block(self) -> None:
+        self._feed.extend(self._block.tolist())
+        self._before += len(self._block)
+        self._block = np.full(len(self._block), self._mask_id, np.int64)
+        self._masked[:] = True
+        self._info = [None] * len(self._block)
+        self._emitted = self._block_step = 0
+
+
+def alternatives(candidates: Candidates, row: int, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` best (id, raw log-probability) pairs of a row, for logprobs."""
+    if not count:
+        return ()
+    order = np.argsort(-candidates.logprobs[row], kind="stable")[:count]
+    return tuple((int(candidates.ids[row, i]), float(candidates.logprobs[row, i])) for i in order)

@@ -1,0 +1,108 @@
+"""What a request may ask of a decode, checked field by field: honoured or refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from clover.runtime.errors import RequestError
+
+Mode = Literal["fill", "autoregressive"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class LengthRamp:
+    """Ends very long replies: from `start` response tokens the ending tokens' logits grow linearly,
+    by `max_bias` at `stop` tokens. The formula of the published model is not public; this is the agreed default.
+    """
+
+    start: int = 8192
+    stop: int = 16384
+    max_bias: float = 5.0
+
+    def bias(self, tokens: int) -> float:
+        """Added to the ending tokens' logits after `tokens` response tokens."""
+        return self.max_bias * min(max((tokens - self.start) / (self.stop - self.start), 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """Options of one reply. Raises RequestError naming the field when a value can't be honoured.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 don't restrict. threshold: a position is filled when the raw
+    probability of its token exceeds it. Penalties touch response tokens only. logprobs: alternatives kept per token.
+    """
+
+    mode: Mode = "fill"
+    block_size: int = 32
+    threshold: float = 0.95
+    coreset_top_p: float = 0.9
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    presence_penalty: float = 0.9
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.05
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    logprobs: int = 0
+    length_ramp: LengthRamp | None = field(default_factory=LengthRamp)
+    align_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise RequestError("mode", f"mode {self.mode!r} is unknown; choose from {', '.join(MODES)}.")
+        self._integer("block_size", 1, 4096)
+        self._number("threshold", 0.0, 1.0, open_low=True)
+        self._number("coreset_top_p", 0.0, 1.0, open_low=True)
+        self._number("temperature", 0.0, 10.0)
+        self._number("top_p", 0.0, 1.0, open_low=True)
+        self._integer("top_k", 0, 2**31)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._number("repetition_penalty", 0.0, 10.0, open_low=True)
+        self._integer("logprobs", 0, MAX_LOGPROBS)
+        if self.max_new_tokens is not None:
+            self._integer("max_new_tokens", 1, 2**31)
+        if self.seed is not None:
+            self._integer("seed", 0, 2**63)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if len(self.stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError("stop", f"stop must hold at most {MAX_STOPS} non-empty strings.")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(bias, int | float) or not math.isfinite(bias) or abs(bias) > 100:
+                raise RequestError(
+                    "logit_bias", f"logit_bias of token {token} is {bias!r}; it must be between -100 and 100."
+                )
+
+    def _number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
+        value = getattr(self, name)
+        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not right or not (low < value if open_low else low <= value) or value > high:
+            bracket = "(" if open_low else "["
+            raise RequestError(name, f"{name} is {value!r}; it must be a number in {bracket}{low:g}, {high:g}].")
+
+    def _integer(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise RequestError(name, f"{name} is {value!r}; it must be an integer of at least {low}.")
+
+
+def make_options(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> DecodeOptions:
+    """DecodeOptions from a bundle's defaults and a request's fields; None means not given.
+
+    Raises RequestError for a field that does not exist.
+    """
+    known = {f.name for f in fields(DecodeOptions)}
+    for name in given:
+        if name not in known:
+            raise RequestError(name, f"option {name!r} is unknown; known options are {', '.join(sorted(known))}.")
+    return DecodeOptions(**{**defaults, **{k: v for k, v in given.items() if v is not None}})

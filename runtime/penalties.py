@@ -1,0 +1,75 @@
+"""Which logits a step adjusts: penalties on tokens already in the response, biases, the length ramp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from clover.runtime.options import DecodeOptions
+from clover.runtime.session import NO_ADJUSTMENT, Adjustment
+
+
+class PenaltyState:
+    """Counts the response's tokens and turns them into the adjustment of the next step.
+
+    Penalties see committed response tokens and tokens filled in the current block, never the prompt.
+    """
+
+    def __init__(self, options: DecodeOptions, ending_ids: Sequence[int]) -> None:
+        self._options = options
+        self._ending_ids = tuple(ending_ids)
+        self._penalised = (
+            options.presence_penalty != 0.0 or options.frequency_penalty != 0.0 or options.repetition_penalty != 1.0
+        )
+        self._counts: dict[int, int] = {}
+        self._ramp = 0.0
+        self._stale = True
+        self._adjustment = NO_ADJUSTMENT
+
+    @property
+    def ramp_bias(self) -> float:
+        """The length ramp's bias in force; 0 while the reply is short."""
+        return self._ramp
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Tokens that were filled or generated."""
+        if self._penalised:
+            for token in tokens:
+                self._counts[token] = self._counts.get(token, 0) + 1
+            self._stale = True
+
+    def at_length(self, response_tokens: int) -> None:
+        """Sets the length ramp for a response of that many committed tokens."""
+        ramp = self._options.length_ramp
+        bias = ramp.bias(response_tokens) if ramp else 0.0
+        if bias != self._ramp:
+            self._ramp, self._stale = bias, True
+
+    def adjustment(self) -> Adjustment:
+        """The adjustment for the next step; the same object until something changed."""
+        if self._stale:
+            self._adjustment = self._build()
+            self._stale = False
+        return self._adjustment
+
+    def _build(self) -> Adjustment:
+        o = self._options
+        extra: dict[int, float] = {int(k): float(v) for k, v in o.logit_bias.items()}
+        if self._ramp:
+            for token in self._ending_ids:
+                extra[token] = extra.get(token, 0.0) + self._ramp
+        if not self._counts and not extra:
+            return NO_ADJUSTMENT
+        only_extra = [t for t in extra if t not in self._counts]
+        ids = np.array([*self._counts, *only_extra], np.int64)
+        seen = len(self._counts)
+        scale = np.ones(len(ids), np.float32)
+        bias = np.zeros(len(ids), np.float32)
+        scale[:seen] = o.repetition_penalty
+        bias[:seen] = -o.presence_penalty
+        if o.frequency_penalty:
+            bias[:seen] -= o.frequency_penalty * np.fromiter(self._counts.values(), np.float32, seen)
+        if extra:
+            bias += np.array([extra.get(t, 0.0) for t in ids.tolist()], np.float32)
+        return Adjustment(ids, scale, bias)

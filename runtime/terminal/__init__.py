@@ -1,0 +1,1 @@
+"""What the command line shows: progress, errors, tables and blocks developing."""

@@ -1,0 +1,74 @@
+"""Progress of long work: a bar with rate and time left on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+PLAIN_INTERVAL = 5.0  # seconds between plain lines
+
+
+class Progress:
+    """Call it with (what, done, total). Writes to stderr, so that stdout stays the command's result."""
+
+    def __init__(self, title: str, unit: str, *, quiet: bool = False) -> None:
+        self._title, self._unit, self._quiet = title, unit, quiet
+        self._bar: Any = None
+        self._task: Any = None
+        self._start = self._last = time.monotonic()
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
+
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task(title, total=None, rate="")
+
+    def __enter__(self) -> Progress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        speed = done / max(now - self._start, 1e-9)
+        if self._bar:
+            self._bar.update(
+                self._task,
+                completed=done,
+                total=total,
+                description=f"{self._title} {what}",
+                rate=f"{human(speed)}{self._unit}/s",
+            )
+        elif not self._quiet and (now - self._last >= PLAIN_INTERVAL or done >= total):
+            self._last = now
+            left = (total - done) / max(speed, 1e-9)
+            print(
+                f"{self._title}: {100 * done / max(total, 1):.0f} % ({what}), {human(speed)}{self._unit}/s, {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def human(value: float) -> str:
+    """A number with a decimal prefix: 1.5 G, 20 M."""
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {prefix}"
+    return f"{value:.3g} "
