@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from oracle_support import load_oracle, oracle_module, tiny_checkpoint
 
+from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.config import ModelConfig
 from clover.exporter.reference import ReferenceModel, ReferenceState
 from clover.plugins.bidirectional_gdn import reference as gdn
@@ -207,6 +208,16 @@ def test_other_shapes_and_options(options: dict[str, Any]) -> None:
     expected, state = oracle.commit(prompt, oracle.initial_state())
     close(logits[0, :7], expected)
     close(logits[0, 7:], oracle.preview(block, state))
+
+
+def test_tensors_may_come_lazily_from_any_checkpoint_layout() -> None:
+    directory = tiny_checkpoint(layout="per_expert", prefix="language_model")
+    checkpoint = Checkpoint.open(directory)
+    model = ReferenceModel(checkpoint.config, checkpoint.tensors(np.float64))
+    block = np.random.default_rng(0).integers(0, MASK, 8)
+    logits, _ = model.step(block[None], lengths(0), lengths(8), model.initial_state(), 0.9)
+    oracle = load_oracle(directory)
+    close(logits[0], oracle.preview(block, oracle.initial_state()))
 
 
 def test_float32_stays_float32_and_near_float64() -> None:
