@@ -181,6 +181,28 @@ def run(
     run_prompt(bundle, text, options, load, raw=raw, thinking=thinking, show_steps=show_steps, as_json=as_json)
 
 
+@app.command()
+@sentence_on_error
+def logits(
+    bundle: BundlePath,
+    block: Annotated[str, typer.Option(help="Token ids of the previewed block, masks included: 3,3,3,….")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The .npz file to write.")],
+    prompt: Annotated[str, typer.Option(help="Token ids committed before it; may be empty.")] = "1,2,3",
+    coreset_top_p: Annotated[
+        float | None, typer.Option(help="Share of router votes the block's experts cover.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the raw logits of a prompt and a block to a file (needs a bundle built --with-logits)."""
+    from clover.engines.logits import logits_command
+
+    written = logits_command(bundle, prompt, block, out, coreset_top_p)
+    if as_json:
+        print_json(written)
+    else:
+        print(f"{out}: {written['prompt_tokens']} + {written['block_size']} rows of {written['vocab_size']} logits")
+
+
 def main() -> None:
     """Entry point of the `clover` command."""
     app()
