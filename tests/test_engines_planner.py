@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,22 @@ def test_names_have_classes_in_both_layouts_and_vision_has_none() -> None:
         "model.visual.merger.weight",
     ):
         assert parameter_class(ignored) is None
+
+
+def test_a_real_checkpoint_holds_what_is_counted() -> None:
+    """The nano model of the examples: every tensor's class by name, and the sizes of the classes by shape."""
+    directory = Path(__file__).parent.parent / "examples" / "nano"
+    with (directory / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    counts: dict[str | None, int] = dict.fromkeys(count_parameters(NANO).by_class, 0)
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            counts[parameter_class(name)] += math.prod(tensor["shape"])
+    config = ModelConfig.load(directory)
+    assert counts == count_parameters(config).by_class
+    data, _ = plan_command(directory, gpu="5070ti", precision="int4")
+    assert data["fits"] and data["parameters"]["total"] == sum(counts.values())
+    assert data["shape"]["max_context"] == min(8192, config.max_position_embeddings)
 
 
 def test_tied_head_is_counted_once() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from clover.engines.gpus import parse_size, resolve_gpu
 from clover.engines.planner.full_size import FULL_SIZE
-from clover.engines.planner.plan import DEFAULT_CONTEXT, DEFAULT_HOST_MEMORY, DEFAULT_PREFILL_CHUNK, plan
+from clover.engines.planner.plan import DEFAULT_HOST_MEMORY, DEFAULT_PREFILL_CHUNK, plan
 from clover.engines.planner.routing import RoutingAssumptions
 from clover.exporter.config import ModelConfig
 from clover.exporter.precision import parse_precision, plan_precision
@@ -25,7 +25,7 @@ def plan_command(
     memory: str | int | None = None,
     precision: str = "int4",
     group_size: int | None = None,
-    max_context: int = DEFAULT_CONTEXT,
+    max_context: int | None = None,
     sequences: int = 1,
     block_sizes: Sequence[int] = (),
     backend: str | None = None,

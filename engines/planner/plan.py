@@ -116,7 +116,7 @@ def plan(
     gpu: Gpu,
     precision: PrecisionPlan,
     *,
-    max_context: int = DEFAULT_CONTEXT,
+    max_context: int | None = None,
     sequences: int = 1,
     block_sizes: Sequence[int] = (),
     backend: str | None = None,
@@ -127,13 +127,14 @@ def plan(
 ) -> Plan:
     """Plans `config` on `gpu`.
 
-    max_context: tokens per sequence. sequences: decoded at once. block_sizes: those of the bundle (default: the
+    max_context: tokens per sequence (default: 8192, or all the model allows). sequences: decoded at once. block_sizes: those of the bundle (default: the
     trained one); memory is planned for the largest. resident_experts: at most so many on the card (default: as many as
     fit). host_memory: bytes of RAM; half may be pinned (on the CPU target: all of it is the model's).
     Raises CloverError for options that can't be honoured; a model that does not fit is no error here (see `fits`).
     """
     chosen = check_backend(gpu, backend)
     routing = routing or RoutingAssumptions()
+    max_context = min(DEFAULT_CONTEXT, config.max_position_embeddings) if max_context is None else max_context
     sizes = tuple(sorted(set(block_sizes or (config.block_size,))))
     _check(config, max_context, sequences, sizes, resident_experts, prefill_chunk)
     if routing.distinct is not None and routing.distinct < config.num_experts_per_tok:

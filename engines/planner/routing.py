@@ -73,18 +73,30 @@ def coreset_distinct(experts: int, top_k: int, rows: int, top_p: float, min_expe
     logits = popularity + rng.gumbel(size=(blocks, rows, experts))  # [blocks, rows, experts]
     probabilities: Any = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)
+    touched = coreset_touched(probabilities, top_k, top_p, min_experts)  # [blocks, experts]
+    return float(touched.sum(-1).mean())
+
+
+def coreset_touched(probabilities: Any, top_k: int, top_p: float, min_experts: int) -> Any:
+    """Which experts a block touches: router probabilities [..., rows, experts] to a mask [..., experts].
+
+    top_p above 1 and min_experts equal to the number of experts give unrestricted top-k routing.
+    """
+    import numpy as np
+
+    experts = probabilities.shape[-1]
     kth = np.partition(probabilities, experts - top_k, axis=-1)[..., experts - top_k, None]
-    shares = np.where(probabilities >= kth, probabilities, 0.0).sum(1)  # [blocks, experts]
+    shares = np.where(probabilities >= kth, probabilities, 0.0).sum(-2)  # [..., experts]
     shares /= shares.sum(-1, keepdims=True)
     order = np.argsort(-shares, axis=-1, kind="stable")
-    before = np.cumsum(np.take_along_axis(shares, order, -1), -1) - np.take_along_axis(shares, order, -1)
+    in_order = np.take_along_axis(shares, order, -1)
+    before = np.cumsum(in_order, -1) - in_order
     kept = (before < top_p) | (np.arange(experts) < min_experts)  # the first to reach top_p is included
     inside = np.zeros_like(kept)
     np.put_along_axis(inside, order, kept, -1)
-    restricted = np.where(inside[:, None], probabilities, -1.0)
+    restricted = np.where(inside[..., None, :], probabilities, -1.0)
     kth = np.partition(restricted, experts - top_k, axis=-1)[..., experts - top_k, None]
-    touched = ((restricted >= kth) & (restricted > 0)).any(1)  # [blocks, experts]
-    return float(touched.sum(-1).mean())
+    return ((restricted >= kth) & (restricted > 0)).any(-2)
 
 
 def preview_distinct(config: ModelConfig, rows: int, routing: RoutingAssumptions) -> float:
