@@ -89,7 +89,7 @@ class ReferenceModel:
         commit_length: IntArray,  # [S]
         row_length: IntArray,  # [S]
         state: ReferenceState,
-        coreset_top_p: float,
+        coreset_top_p: npt.ArrayLike,  # [S], or one number for all
         capture: Capture | None = None,
     ) -> tuple[FloatArray, ReferenceState]:
         """Runs one step; returns (logits [S, T, vocab], the state after the commit rows).
@@ -208,7 +208,9 @@ class ReferenceModel:
 
     # -- mixture of experts ---------------------------------------------------------------------
 
-    def _moe(self, x: FloatArray, p: str, rows: _Rows, top_p: float, capture: Capture | None, layer: str) -> FloatArray:
+    def _moe(
+        self, x: FloatArray, p: str, rows: _Rows, top_p: npt.ArrayLike, capture: Capture | None, layer: str
+    ) -> FloatArray:
         """x [S, T, hidden] -> [S, T, hidden]: routed experts plus the gated shared expert."""
         c = self.config
         logits = self._linear(x, p + "gate.weight")  # [S, T, E]

@@ -72,10 +72,16 @@ SEQUENCE = st.tuples(st.integers(0, 6), st.integers(0, 7), st.integers(0, 9).fil
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(SEQUENCE, min_size=1, max_size=3), st.sampled_from([0.5, 0.9, 1.0]), st.integers(0, 2**32 - 1))
-def test_ragged_mixed_step_equals_each_sequence_alone(sequences: list[Sequence], top_p: float, seed: int) -> None:
+@given(
+    st.lists(SEQUENCE, min_size=1, max_size=3),
+    st.lists(st.sampled_from([0.5, 0.9, 1.0]), min_size=3, max_size=3),
+    st.integers(0, 2**32 - 1),
+)
+def test_ragged_mixed_step_equals_each_sequence_alone(
+    sequences: list[Sequence], top_ps: list[float], seed: int
+) -> None:
     model, oracle = tiny()
-    oracle.coreset_top_p = top_p
+    top_p = np.array(top_ps[: len(sequences)])  # each sequence its own
     rng = np.random.default_rng(seed)
     width = max(1, max(c + p for _, c, p in sequences)) + 1  # at least one padding row
     state = model.initial_state(len(sequences))
@@ -103,6 +109,7 @@ def test_ragged_mixed_step_equals_each_sequence_alone(sequences: list[Sequence],
                 if out is not None:
                     close(out, oracle_logits)
         if p:
+            oracle.coreset_top_p = top_ps[s]
             close(logits[s, c : c + p], oracle.preview(ids[s, c : c + p], expected))
         assert not logits[s, c + p :].any()
         assert_state(new, s, expected)
@@ -376,7 +383,7 @@ def test_routing_equals_the_oracles_with_ties(logits: Array, top_k: int, top_p: 
     padded = np.concatenate([logits[::-1], logits, np.full((padding, logits.shape[1]), 7.0)])[None]
     n = len(logits)
     routed = moe_coreset_routing(
-        padded, lengths(n), lengths(2 * n), top_p, attributes=CoresetAttributes(top_k, min_experts=top_k)
+        padded, lengths(n), lengths(2 * n), np.array([top_p]), attributes=CoresetAttributes(top_k, min_experts=top_k)
     )[0]
     np.testing.assert_array_equal(routed[:n], logits[::-1])
     assert not routed[2 * n :].any()

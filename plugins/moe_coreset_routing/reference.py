@@ -5,9 +5,8 @@ Deployed routing decides in float32; float64 logits are decided in float64, for 
 
 from __future__ import annotations
 
-from typing import SupportsFloat
-
 import numpy as np
+import numpy.typing as npt
 
 from clover.plugins.moe_coreset_routing.spec import EXCLUDED_LOGIT, CoresetAttributes
 from clover.plugins.numerics import BoolArray, FloatArray, IntArray, row_ranges, softmax, top_indices
@@ -17,7 +16,7 @@ def moe_coreset_routing(
     logits: FloatArray,  # [S, T, E]
     commit_length: IntArray,  # [S]
     row_length: IntArray,  # [S]
-    top_p: SupportsFloat,  # []
+    top_p: npt.ArrayLike,  # [S], or one number for all
     *,
     attributes: CoresetAttributes,
 ) -> FloatArray:
@@ -26,10 +25,11 @@ def moe_coreset_routing(
     Raises ValueError when the lengths are not 0 ≤ commit_length ≤ row_length ≤ T.
     """
     routed = np.zeros_like(logits)
+    shares = np.broadcast_to(np.asarray(top_p), logits.shape[:1])
     for s, (c, n) in enumerate(row_ranges(commit_length, row_length, logits.shape[1])):
         routed[s, :n] = logits[s, :n]
-        if n > c and float(top_p) < 1.0:
-            allowed = block_coreset(softmax(logits[s, c:n]), float(top_p), attributes)
+        if n > c and shares[s] < 1:
+            allowed = block_coreset(softmax(logits[s, c:n]), float(shares[s]), attributes)
             routed[s, c:n] = np.where(allowed, logits[s, c:n], EXCLUDED_LOGIT)
     return routed
 

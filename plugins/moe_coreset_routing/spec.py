@@ -41,7 +41,7 @@ SPEC = OpSpec(
         TensorSpec("logits", ("float32",), ("S", "T", "E"), "router logits"),
         COMMIT_LENGTH,
         ROW_LENGTH,
-        TensorSpec("top_p", ("float32",), (), "share of the votes the coreset has to reach; 1 or more: no restriction"),
+        TensorSpec("top_p", ("float32",), ("S",), "share of the votes a coreset has to reach; 1 or more: all experts"),
     ),
     outputs=(TensorSpec("routed_logits", ("float32",), ("S", "T", "E"), "restricted router logits"),),
     attributes=CoresetAttributes,
