@@ -352,7 +352,7 @@ def _in_stored_layout(
     out: dict[str, Shape] = {}
     for name, shape in expected.items():
         base, part = name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]
-        if base not in apart:
+        if base not in apart or name in stored:
             out[name] = shape
             continue
         rows = {"gate": (width, hidden), "up": (width, hidden)} if part == "gate_up_proj" else {"down": (hidden, width)}
