@@ -131,9 +131,8 @@ def find_gpu(name: str) -> Gpu:
     """The target called `name`, however it is written. Raises CloverError suggesting the nearest names."""
     rows = _by_name()
     key = normalise(name)
-    for candidate in (key, f"rtx{key}", key.removeprefix("rtx")):
-        if candidate in rows:
-            return rows[candidate]
+    if key in rows:
+        return rows[key]
     near = difflib.get_close_matches(key, rows, n=3, cutoff=0.6)
     names = list(dict.fromkeys(rows[k].name for k in near))
     hint = f"did you mean {' or '.join(names)}?" if names else f"known: {', '.join(g.name for g in TARGETS)}."

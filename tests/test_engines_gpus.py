@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+
 from clover.engines import gpu_driver
 from clover.engines.gpus import (
     BACKEND_SMS,
@@ -169,6 +170,9 @@ def test_auto_does_not_mistake_another_card_for_a_row() -> None:
         FakeDriver(("NVIDIA GeForce RTX 5090 Laptop GPU", 120, 24463 * 2**20, 14_001_000, 256))
     )
     assert laptop.title.endswith("Laptop GPU") and laptop.bandwidth_gbs == pytest.approx(896, rel=1e-3)
+    # Same memory as the desktop card of that name, half its bandwidth.
+    driver = FakeDriver(("NVIDIA GeForce RTX 5080 Laptop GPU", 120, 16303 * 2**20, 14_001_000, 128))
+    assert gpu_driver.detected_gpu(driver).bandwidth_gbs == pytest.approx(448, rel=1e-3)
     small = gpu_driver.detected_gpu(FakeDriver(("NVIDIA A100-SXM4-40GB", 80, 40960 * 2**20, 0, 5120)))
     assert small.name == "sm80-40gib" and small.bandwidth_gbs == 2039.0
     assert gpu_driver.detected_gpu(FakeDriver(("NVIDIA H200", 90, 143771 * 2**20, 3_201_000, 6016))).name == "h200"

@@ -141,6 +141,15 @@ def test_experts_used_alike_do_not_change_places() -> None:
     assert moves > 500
 
 
+def test_a_move_must_pay_for_itself() -> None:
+    policy = ResidencyPolicy(1, 1, 2)  # expert 0 is on the card and never used
+    policy.observe(touched_mask([[1]], 2))
+    assert policy.plan_moves(1) == []  # one touch is not worth the bytes
+    for _ in range(5):
+        policy.observe(touched_mask([[1]], 2))
+    assert len(policy.plan_moves(1)) == 1
+
+
 def test_a_wrong_mask_is_refused() -> None:
     with pytest.raises(ValueError, match="shape"):
         ResidencyPolicy(2, LAYERS, EXPERTS).observe(np.zeros((EXPERTS, LAYERS), dtype=bool))
