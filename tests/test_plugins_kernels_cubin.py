@@ -1,0 +1,128 @@
+"""Kernels compiled ahead of time, without a GPU: the images, their descriptions and the cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clover.plugins.bidirectional_gdn import kernel_launch as gdn
+from clover.plugins.bidirectional_gdn.spec import GatedDeltaNetAttributes
+from clover.plugins.kernels.compile import ARCHITECTURES, compile_kernel, compile_kernels
+from clover.plugins.kernels.cubin import SHARED_MEMORY_LIMIT, Cubin
+from clover.plugins.kernels.plan import Kernel
+from clover.plugins.moe_coreset_routing import kernel_launch as routing
+from clover.plugins.moe_coreset_routing.spec import CoresetAttributes
+from clover.plugins.moe_experts import kernel_launch as experts
+from clover.plugins.moe_experts.spec import ExpertsAttributes
+from clover.runtime.errors import BundleError, CloverError
+
+pytest.importorskip("triton")
+
+
+def small_kernels() -> list[Kernel]:
+    """Every kernel, specialised for a tiny model: fast to compile, the same code."""
+    shapes = experts.ExpertShapes(ExpertsAttributes(2, 64, 64), 128, 16)
+    return [
+        *gdn.kernels(GatedDeltaNetAttributes(1, 2, 16, 16, 32, 0.25)),
+        routing.kernel(CoresetAttributes(2, 2), experts=16),
+        *experts.kernels(shapes, tile_rows=32).all,
+    ]
+
+
+def full_kernels() -> list[Kernel]:
+    """Every kernel of the full-size model, with INT4 and BF16 experts."""
+    found = [
+        *gdn.kernels(GatedDeltaNetAttributes(16, 32, 128, 128, 32, 128**-0.5)),
+        routing.kernel(CoresetAttributes(8, 8), experts=256),
+    ]
+    for group, weight in ((128, "u8"), (0, "bf16")):
+        shapes = experts.ExpertShapes(ExpertsAttributes(8, 512, group), 2048, 256, weight=weight)  # type: ignore[arg-type]
+        for rows in (32, 64):
+            found += experts.kernels(shapes, tile_rows=rows).all
+    return found
+
+
+@pytest.fixture(scope="session")
+def cache(request: pytest.FixtureRequest) -> Path:
+    """Kept between test runs; an entry is found by a hash of all it was made from."""
+    store = request.config.cache
+    assert store is not None
+    return Path(store.mkdir("cubins"))
+
+
+def check(cubin: Cubin) -> None:
+    assert cubin.image[:4] == b"\x7fELF"
+    assert f".text.{cubin.entry}".encode() in cubin.image
+    assert cubin.entry == cubin.kernel.function
+    assert re.fullmatch(rf"sm_{cubin.sm}a?", cubin.target)
+    assert cubin.shared_bytes <= SHARED_MEMORY_LIMIT[cubin.sm]
+    assert cubin.hidden_parameters == 2  # Triton 3.9: global scratch and profile scratch
+    assert 0 < cubin.registers <= 255
+    assert b"kernel.py" not in cubin.image, "a path of the build machine is inside"
+
+
+@pytest.mark.parametrize("sm", [80, 89, 90, 120])
+def test_every_kernel_compiles(sm: int, cache: Path) -> None:
+    cubins = compile_kernels(small_kernels(), sm, cache=cache)
+    assert len({c.name for c in cubins}) == len(cubins) == 8
+    for cubin in cubins:
+        check(cubin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_every_kernel_of_the_full_model_compiles(sm: int, cache: Path) -> None:
+    for cubin in compile_kernels(full_kernels(), sm, cache=cache):
+        check(cubin)
+        assert cubin.spill_store_bytes <= 256, (cubin.name, cubin.spill_store_bytes)
+
+
+def test_compiling_again_gives_the_same_bytes() -> None:
+    kernel = small_kernels()[-1]
+    first, second = compile_kernel(kernel, 120), compile_kernel(kernel, 120)
+    assert first == second and first.image == second.image
+
+
+def test_a_stored_cubin_reads_back_and_damage_is_noticed(cache: Path, tmp_path: Path) -> None:
+    cubin = compile_kernel(small_kernels()[-1], 90, cache=cache)
+    image, description = cubin.write(tmp_path)
+    assert Cubin.read(description) == cubin
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([image.name, description.name])
+    data = bytearray(image.read_bytes())
+    data[100] ^= 1
+    image.write_bytes(data)
+    with pytest.raises(BundleError, match="does not match its recorded hash"):
+        Cubin.read(description)
+    description.write_text(json.dumps({"sm": 90}))
+    with pytest.raises(BundleError, match="incomplete"):
+        Cubin.read(description)
+    image.unlink()
+    with pytest.raises(BundleError, match="can't be read"):
+        Cubin.read(description)
+
+
+def test_the_cache_notices_a_changed_kernel_and_mends_a_damaged_entry(tmp_path: Path) -> None:
+    kernel = small_kernels()[-1]
+    compile_kernel(kernel, 90, cache=tmp_path)
+    (image,) = tmp_path.glob("*/*.cubin")
+    good = image.read_bytes()
+    image.write_bytes(b"half")
+    assert compile_kernel(kernel, 90, cache=tmp_path).image == good == image.read_bytes()
+    compile_kernel(replace(kernel, num_warps=8), 90, cache=tmp_path)
+    assert len(list(tmp_path.glob("*/*.cubin"))) == 2
+
+
+def test_which_devices_accept_an_image(cache: Path) -> None:
+    plain = compile_kernel(small_kernels()[-1], 80, cache=cache)
+    exact = compile_kernel(small_kernels()[-1], 120, cache=cache)
+    assert plain.runs_on(8, 0) and plain.runs_on(8, 9) and not plain.runs_on(9, 0) and not plain.runs_on(7, 5)
+    assert exact.runs_on(12, 0) and not exact.runs_on(12, 1) and not exact.runs_on(10, 0)
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(CloverError, match=r"compute capability 7\.5"):
+        compile_kernel(small_kernels()[0], 75)
