@@ -44,12 +44,12 @@ def author_head(
     per_row = b.op("Shape", logit_rows)  # [S, R]
     if with_logits:
         pure = dense.linear(state, "lm_head", "lm_head")
-        shaped = b.op("Reshape", pure, b.op("Concat", per_row, b.ints(c.vocab_size), axis=0))
+        shaped = b.op("Reshape", pure, b.op("Concat", per_row, b.ints(c.vocab_size), axis=0), allowzero=1)
         b.output(shaped, "logits", ["S", "R", c.vocab_size])
         flat = b.op("Add", pure, b.constant(bias))
     else:
         flat = dense.linear(state, "lm_head", "lm_head", bias=b.constant(bias))
-    raw = b.op("Reshape", flat, b.op("Concat", per_row, b.ints(c.vocab_size), axis=0))  # [S, R, V]
+    raw = b.op("Reshape", flat, b.op("Concat", per_row, b.ints(c.vocab_size), axis=0), allowzero=1)  # [S, R, V]
 
     # log of the softmax's denominator; ReduceLogSumExp does the same 4 times slower here
     peak = b.op("ReduceMax", raw, b.ints(2), keepdims=1)

@@ -8,7 +8,7 @@ import onnx
 
 from clover.exporter.config import ModelConfig
 from clover.exporter.graph.attention import author_attention
-from clover.exporter.graph.builder import CONTRIB, GraphBuilder
+from clover.exporter.graph.builder import GraphBuilder
 from clover.exporter.graph.dense import Dense
 from clover.exporter.graph.head import author_head
 from clover.exporter.graph.rows import Rows, author_rows, rotary_tables
@@ -81,15 +81,10 @@ def _gdn_layer(b: GraphBuilder, c: ModelConfig, dense: Dense, rows: Rows, histor
     out = lower_bidirectional_gdn(b, c, rows, history, layer, qkv, a, beta, conv, recurrent)
     b.output(out.conv, f"next.conv.{layer}", conv_shape)
     b.output(out.recurrent, f"next.recurrent.{layer}", recurrent_shape)
-    normed = b.op(
-        "GatedRMSNorm",
-        out.output,
-        b.weight(f"{g}norm.weight"),
-        z,
-        domain=CONTRIB,
-        epsilon=c.rms_norm_eps,
-        activation="silu",
-    )
+    # com.microsoft GatedRMSNorm does the same, but its scalar SiLU costs 3 ms a layer at 32 rows of full width
+    heads_apart = b.reshape(out.output, 0, 0, heads, c.linear_value_head_dim)
+    normed = b.reshape(dense.rms_norm(heads_apart, f"{g}norm", c.rms_norm_eps), 0, 0, c.value_width)
+    normed = b.op("Mul", normed, b.silu(z))
     mixed = b.rename(normed, f"layers.{layer}.mixer")
     return dense.linear(b.reshape(mixed, -1, c.value_width), f"{g}out_proj", "gdn")
 
