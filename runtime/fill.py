@@ -137,12 +137,11 @@ class FillDecoder:
         fresh: list[TokenInfo] = []
         for position in range(self._emitted, len(self._block)):
             info = self._info[position]
-            if info is None:
+            # the limit comes first: whether an end beyond it is filled yet must not decide if the reply was cut
+            if info is None or self._before + position >= self._limit:
                 break
             if info.id in self._eos:
                 self._done = True
-                break
-            if self._before + position >= self._limit:
                 break
             fresh.append(info)
             self._emitted = position + 1
