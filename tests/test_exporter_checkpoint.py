@@ -90,6 +90,8 @@ def test_half_precision_is_widened_exactly(monkeypatch: pytest.MonkeyPatch) -> N
             array = checkpoint.read(name)
             assert array.dtype == np.float32
             np.testing.assert_array_equal(array, truth[name].astype(np.float32))
+        rows = checkpoint.read_rows("lm_head.weight", 200, 310)
+        np.testing.assert_array_equal(rows, truth["lm_head.weight"][200:310].astype(np.float32))
 
 
 @given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=64))

@@ -141,6 +141,8 @@ def test_unknown_fields_are_refused_until_ignored(tmp_path: Path) -> None:
         (without(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
         (without(hidden_act="gelu"), "hidden_act is 'gelu', and only 'silu' or 'swish' is implemented"),
         (without(attention_bias=True), "attention_bias is True, and only False"),
+        (without(attention_bias=0), "attention_bias is 0, and only False"),
+        (without(history_readout_scale=float("inf")), "history_readout_scale is inf, not a positive number"),
         (without(attn_output_gate=False), "attn_output_gate is False, and only True"),
         (without(output_gate_type="sigmoid"), "output_gate_type is 'sigmoid'"),
         (without(quantization_config={"bits": 4}), "quantization_config is .*, and only absent is implemented"),
