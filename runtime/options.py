@@ -13,6 +13,7 @@ Mode = Literal["fill", "autoregressive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_TOP_K = 1024  # candidates a step can return
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class DecodeOptions:
         self._number("coreset_top_p", 0.0, 1.0, open_low=True)
         self._number("temperature", 0.0, 10.0)
         self._number("top_p", 0.0, 1.0, open_low=True)
-        self._integer("top_k", 0, 2**31)
+        self._integer("top_k", 0, MAX_TOP_K)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         self._number("repetition_penalty", 0.0, 10.0, open_low=True)
@@ -73,27 +74,40 @@ class DecodeOptions:
             self._integer("max_new_tokens", 1, 2**31)
         if self.seed is not None:
             self._integer("seed", 0, 2**63)
+        if not isinstance(self.align_blocks, bool):
+            raise RequestError("align_blocks", f"align_blocks is {self.align_blocks!r}; it must be true or false.")
+        if self.length_ramp is not None and not isinstance(self.length_ramp, LengthRamp):
+            raise RequestError("length_ramp", f"length_ramp is {self.length_ramp!r}; it must be a LengthRamp.")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        if len(self.stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in self.stop):
+        listed = isinstance(self.stop, Sequence) and not isinstance(self.stop, bytes)
+        if not listed or len(self.stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError("stop", f"stop must hold at most {MAX_STOPS} non-empty strings.")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError("logit_bias", f"logit_bias is {self.logit_bias!r}; it must map token ids to biases.")
         for token, bias in self.logit_bias.items():
-            if not isinstance(bias, int | float) or not math.isfinite(bias) or abs(bias) > 100:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise RequestError("logit_bias", f"logit_bias names token {token!r}; token ids are integers.")
+            if not _is_number(bias) or abs(bias) > 100:
                 raise RequestError(
                     "logit_bias", f"logit_bias of token {token} is {bias!r}; it must be between -100 and 100."
                 )
 
     def _number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
         value = getattr(self, name)
-        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not right or not (low < value if open_low else low <= value) or value > high:
+        if not _is_number(value) or not (low < value if open_low else low <= value) or value > high:
             bracket = "(" if open_low else "["
             raise RequestError(name, f"{name} is {value!r}; it must be a number in {bracket}{low:g}, {high:g}].")
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise RequestError(name, f"{name} is {value!r}; it must be an integer of at least {low}.")
+            raise RequestError(name, f"{name} is {value!r}; it must be an integer from {low} to {high}.")
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) < math.inf  # false for NaN; isfinite overflows on a huge integer
 
 
 def make_options(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> DecodeOptions:

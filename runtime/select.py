@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from clover.runtime.options import DecodeOptions
+from clover.runtime.options import MAX_TOP_K, DecodeOptions
 from clover.runtime.session import Candidates, Floats, Ints
 
-SAMPLED_CANDIDATES = 1024  # sampling draws from the best 1024 tokens of a row, more than any tail that matters
+SAMPLED_CANDIDATES = MAX_TOP_K  # sampling draws from the best 1024 tokens of a row, more than any tail that matters
 
 
 def candidates_needed(options: DecodeOptions, vocab_size: int) -> int:
