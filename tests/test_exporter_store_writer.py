@@ -99,9 +99,14 @@ def test_parts_in_any_order_from_several_threads(tmp_path: Path) -> None:
     whole = value(ENTRIES[2])
     order = list(range(8))
     random.Random(0).shuffle(order)
+
+    def write_rows(rows: list[int]) -> None:
+        for row in rows:
+            writer.write_part("experts", row * 128, whole[row])
+
     threads = [
-        threading.Thread(target=lambda rows=rows: [writer.write_part("experts", r * 128, whole[r]) for r in rows])
-        for rows in (order[:3], order[3:7])
+        threading.Thread(target=write_rows, args=(order[:3],)),
+        threading.Thread(target=write_rows, args=(order[3:7],)),
     ]
     for thread in threads:
         thread.start()
@@ -169,7 +174,7 @@ def test_other_contents_start_over(tmp_path: Path) -> None:
 def test_a_full_disk_is_found_first_and_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(store_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
         with pytest.raises(CloverError, match=r"no room for a\.safetensors: it needs [\d,]+ bytes and 1,000 are free"):
             StoreWriter(path, ENTRIES, META)
         assert not list(tmp_path.iterdir())
