@@ -47,6 +47,13 @@ class AutoregressiveDecoder:
     def candidates(self) -> int:
         return self._candidates
 
+    @property
+    def resumable(self) -> int:
+        return len(self._feed.pending) - 1  # the last one is committed for its logits
+
+    def resume(self, committed: int) -> None:
+        self._feed.take(committed)
+
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         tokens = np.array(self._feed.take(max_rows), np.int64)
         self._asked = not self._feed.pending

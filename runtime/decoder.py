@@ -73,6 +73,13 @@ class Decoder(Protocol):
     def candidates(self) -> int:
         """Candidates per logit row that `accept` needs."""
 
+    @property
+    def resumable(self) -> int:
+        """Most prompt tokens that the slot may hold already when the decode starts."""
+
+    def resume(self, committed: int) -> None:
+        """The slot holds the first `committed` prompt tokens (at most `resumable`); call it before the first plan."""
+
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         """The rows of this reply's next step."""
 

@@ -34,6 +34,7 @@ class FillDecoder:
     ) -> None:
         """`limit`: most response tokens (max_new_tokens, or what the context leaves)."""
         self.counts = DecodeCounts(prompt_tokens=len(prompt))
+        self.choose_positions = positions_to_fill  # benchmarks put another rule here
         self._options, self._mask_id, self._eos, self._limit = options, mask_id, frozenset(eos_ids), limit
         self._rng = np.random.default_rng(options.seed)
         self._penalties = PenaltyState(options, ending_ids or eos_ids)
@@ -65,6 +66,13 @@ class FillDecoder:
     @property
     def candidates(self) -> int:
         return self._candidates
+
+    @property
+    def resumable(self) -> int:
+        return len(self._feed.pending)
+
+    def resume(self, committed: int) -> None:
+        self._feed.take(committed)
 
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         size = self._options.block_size
@@ -117,7 +125,7 @@ class FillDecoder:
         """Fills positions for good; returns them and their confidences."""
         ids, logprobs = choose_tokens(candidates, self._options, self._rng)
         confidence = np.exp(logprobs)
-        chosen = positions_to_fill(confidence, self._options.threshold)
+        chosen = self.choose_positions(confidence, self._options.threshold)
         positions = self._asked[chosen]
         self._block[positions] = ids[chosen]
         self._masked[positions] = False

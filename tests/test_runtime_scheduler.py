@@ -1,0 +1,268 @@
+"""The scheduler: batched output equals the output alone, nothing leaks, nobody is left waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serve_support import chat_ids, job_for, nano, nano_session, wait_until
+
+from clover.runtime.scheduler.cache import ConversationCache, turn_borders
+from clover.runtime.scheduler.scheduler import DrainingError, QueueFullError, Scheduler
+from clover.runtime.session import Candidates, SequenceRows, StateSnapshot
+
+LONG = "Repeat: " + " ".join(f"Alder {i} Birch" for i in range(40))
+OPENER = 1  # <|im_start|> of the nano tokenizer
+
+
+class WatchedSession:
+    """Passes through to a session: records the shape of every step, and can hold or fail them."""
+
+    def __init__(self, sequences: int) -> None:
+        self._inner = nano_session(sequences)
+        self.shapes: list[tuple[int, int]] = []  # (sequences, longest)
+        self.fail_next = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
+        assert self.gate.wait(60)
+        assert [r.slot for r in rows] == list(range(len(rows))), "live slots must stand at the front"
+        self.shapes.append((len(rows), max(len(r.tokens) for r in rows)))
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the engine failed")
+        return self._inner.step(rows, candidates)
+
+
+@contextmanager
+def scheduled(sequences: int = 3, **options: Any) -> Iterator[tuple[Scheduler, WatchedSession]]:
+    session = WatchedSession(sequences)
+    scheduler = Scheduler(session, turn_opener=OPENER, **options)
+    try:
+        yield scheduler, session
+    finally:
+        session.gate.set()
+        scheduler.close()
+
+
+def alone(prompt: Sequence[int], **options: Any) -> list[int]:
+    return [t.id for t in nano().generate(prompt, **options).tokens]
+
+
+def test_a_reply_in_a_batch_is_the_reply_alone() -> None:
+    engine = nano()
+    questions = ["What is the weather in Oslo on 2026-03-05?", "Repeat: Alder 7 Kai", LONG, "Hello", "Repeat: Elm"]
+    asked = [
+        (chat_ids(engine, question), options)
+        for question in questions
+        for options in (
+            {"max_new_tokens": 70},
+            {"max_new_tokens": 40, "mode": "autoregressive"},
+            {"max_new_tokens": 50, "block_size": 16, "temperature": 0.8, "seed": 5, "top_k": 20},
+            {"max_new_tokens": 45, "presence_penalty": 0.9, "repetition_penalty": 1.2, "logprobs": 3},
+        )
+    ]
+    with scheduled(3) as (scheduler, session):
+        pairs = [job_for(engine, prompt, **options) for prompt, options in asked]
+        scheduler.submit([job for job, _ in pairs])
+        got = [owner.wait() for _, owner in pairs]
+        assert scheduler.live == scheduler.queued == 0
+    assert got == [alone(prompt, **options) for prompt, options in asked]
+    assert {owner.outcomes[0] for _, owner in pairs} == {"done"}
+    assert max(s for s, _ in session.shapes) == 3
+    assert all(longest <= 64 for s, longest in session.shapes if s > 1), "a long prompt held the others up"
+
+
+def test_a_lone_request_gets_whole_chunks_and_one_row_of_slots() -> None:
+    engine = nano()
+    prompt = chat_ids(engine, LONG)
+    assert len(prompt) > 128
+    with scheduled(4) as (scheduler, session):
+        job, owner = job_for(engine, prompt, max_new_tokens=20)
+        scheduler.submit([job])
+        owner.wait()
+    assert {s for s, _ in session.shapes} == {1}
+    assert max(longest for _, longest in session.shapes) > 128
+
+
+def test_a_short_reply_is_not_held_up_by_a_long_prompt() -> None:
+    engine = nano()
+    with scheduled(2, prefill_rows=16) as (scheduler, session):
+        slow, slow_owner = job_for(engine, chat_ids(engine, LONG * 3), max_new_tokens=8)
+        quick, quick_owner = job_for(engine, chat_ids(engine, "Hello"), max_new_tokens=8, block_size=8)
+        slow.full_rows = 16
+        scheduler.submit([slow, quick])
+        quick_owner.wait()
+        assert not slow_owner.tokens
+        slow_owner.wait()
+
+
+def test_slots_move_to_the_front_and_keep_their_state() -> None:
+    engine = nano()
+    short, long = chat_ids(engine, "Hello"), chat_ids(engine, LONG)
+    with scheduled(3) as (scheduler, session):
+        pairs = [job_for(engine, short, max_new_tokens=3), job_for(engine, short, max_new_tokens=3)]
+        pairs.append(job_for(engine, long, max_new_tokens=100, presence_penalty=0.9))
+        scheduler.submit([job for job, _ in pairs])
+        got = pairs[2][1].wait()
+    assert got == alone(long, max_new_tokens=100, presence_penalty=0.9)
+    assert session.shapes[0][0] == 3 and session.shapes[-1][0] == 1
+
+
+def test_cancelled_jobs_end_within_a_step_and_free_their_place() -> None:
+    engine = nano()
+    prompt = chat_ids(engine, LONG)
+    with scheduled(1, max_queue=2) as (scheduler, session):
+        pairs = [job_for(engine, prompt, max_new_tokens=1000, threshold=1.0, presence_penalty=2.0) for _ in range(3)]
+        scheduler.submit([job for job, _ in pairs])
+        (live, live_owner), (waiting, waiting_owner), (last, last_owner) = pairs
+        assert live_owner.started.wait(60)
+        session.gate.clear()
+        steps = len(session.shapes)
+        scheduler.cancel(waiting)
+        assert waiting_owner.outcomes == ["cancelled"] and scheduler.queued == 1
+        scheduler.cancel(live)
+        scheduler.cancel(last)
+        session.gate.set()
+        assert live_owner.wait() is not None and live_owner.outcomes == ["cancelled"]
+        wait_until(lambda: scheduler.live == 0)
+        assert len(session.shapes) <= steps + 2
+        scheduler.cancel(live)  # ended: nothing happens
+        again, owner = job_for(engine, prompt, max_new_tokens=20)
+        scheduler.submit([again])
+        assert owner.wait() == alone(prompt, max_new_tokens=20)
+    assert len(live_owner.outcomes) == 1
+
+
+def test_the_queue_is_bounded_and_deadlines_hold_in_it() -> None:
+    engine = nano()
+    prompt = chat_ids(engine, "Hello")
+    with scheduled(1, max_queue=2) as (scheduler, session):
+        session.gate.clear()
+        pairs = [job_for(engine, prompt, max_new_tokens=5) for _ in range(3)]
+        scheduler.submit([pairs[0][0]])
+        wait_until(lambda: scheduler.live == 1)
+        pairs[1][0].deadline = 0.0
+        scheduler.submit([job for job, _ in pairs[1:]])
+        with pytest.raises(QueueFullError) as full:
+            scheduler.submit([job_for(engine, prompt)[0]])
+        assert 1 <= full.value.retry_after <= 60
+        session.gate.set()
+        for _, owner in pairs:
+            owner.wait()
+    assert [owner.outcomes[0] for _, owner in pairs] == ["done", "deadline", "done"]
+
+
+def test_draining_lets_the_accepted_finish_and_closing_tells_the_rest() -> None:
+    engine = nano()
+    prompt = chat_ids(engine, "Hello")
+    with scheduled(1) as (scheduler, session):
+        pairs = [job_for(engine, prompt, max_new_tokens=5) for _ in range(3)]
+        scheduler.submit([job for job, _ in pairs])
+        scheduler.drain(60.0)
+        with pytest.raises(DrainingError):
+            scheduler.submit([job_for(engine, prompt)[0]])
+        for _, owner in pairs:
+            owner.wait()
+        assert not scheduler.ready
+    assert [owner.outcomes[0] for _, owner in pairs] == ["done"] * 3
+    with scheduled(1) as (scheduler, session):
+        session.gate.clear()
+        pairs = [job_for(engine, prompt, max_new_tokens=5) for _ in range(2)]
+        scheduler.submit([job for job, _ in pairs])
+        wait_until(lambda: scheduler.live == 1)
+        scheduler.drain(0.0)
+        session.gate.set()
+        for _, owner in pairs:
+            owner.wait()
+    assert [owner.outcomes[0] for _, owner in pairs] == ["shutdown"] * 2
+
+
+def test_a_failing_step_or_owner_harms_nobody_after_it() -> None:
+    engine = nano()
+    prompt = chat_ids(engine, "Hello")
+    with scheduled(2) as (scheduler, session):
+        session.fail_next = True
+        job, owner = job_for(engine, prompt, max_new_tokens=20)
+        scheduler.submit([job])
+        owner.wait()
+        assert owner.outcomes == ["error"]
+        (bad, bad_owner), (good, good_owner) = (job_for(engine, prompt, max_new_tokens=20) for _ in range(2))
+        bad_owner.push = lambda events: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        scheduler.submit([bad, good])
+        assert good_owner.wait() == alone(prompt, max_new_tokens=20)
+        bad_owner.wait()
+        assert bad_owner.outcomes == ["error"] and scheduler.ready
+
+
+def test_a_continued_conversation_gives_the_same_with_and_without_the_cache() -> None:
+    engine = nano()
+    assert engine.tokenizer is not None
+    for options in ({}, {"mode": "autoregressive"}, {"block_size": 8}):
+        turns = [LONG]
+        with scheduled(2, cache_bytes=2**26, cache_least_tokens=16) as (scheduler, _):
+            for turn in range(4):
+                prompt = chat_ids(engine, *turns)
+                job, owner = job_for(engine, prompt, max_new_tokens=48, **options)
+                scheduler.submit([job])
+                got = owner.wait()
+                assert got == alone(prompt, max_new_tokens=48, **options)
+                wait_until(lambda: scheduler.live == 0)
+                assert (job.cached_tokens > 0) == (turn > 0)
+                turns += [engine.tokenizer.decode(got), f"Repeat: Alder {turn}"]
+            assert scheduler.cache.counts.hits == 3 and scheduler.cache.counts.misses == 1
+            assert 0 < scheduler.cache.nbytes <= 2**26
+            again, owner = job_for(engine, prompt, max_new_tokens=48, **options)
+            scheduler.submit([again])
+            assert owner.wait() == got
+
+
+def test_a_shared_first_turn_is_reused_by_another_conversation() -> None:
+    engine = nano()
+    with scheduled(1, cache_bytes=2**26, cache_least_tokens=16) as (scheduler, _):
+        for last in ("Hello", "Repeat: Elm"):
+            prompt = chat_ids(engine, LONG, "Alder", last)
+            job, owner = job_for(engine, prompt, max_new_tokens=20)
+            scheduler.submit([job])
+            assert owner.wait() == alone(prompt, max_new_tokens=20)
+            wait_until(lambda: scheduler.live == 0)
+        assert job.cached_tokens == prompt.index(OPENER, 1)
+
+
+def test_turn_borders() -> None:
+    prompt = [1, 9, 9, 9, 1, 8, 8, 1, 7, 7, 7, 1, 6]
+    assert turn_borders(prompt, 1, 1) == (4, 11)
+    assert turn_borders(prompt, 1, 5) == (11,)
+    assert turn_borders(prompt, None, 1) == ()
+    assert turn_borders([1, 5, 5], 1, 1) == ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=5)), max_size=40))
+def test_the_cache_finds_the_longest_kept_prefix_and_stays_within_its_bytes(
+    actions: list[tuple[bool, list[int]]],
+) -> None:
+    size, limit = 100, 600
+    cache = ConversationCache(limit)
+    kept: list[list[int]] = []  # least recently used first
+    for keep, tokens in actions:
+        if keep:
+            cache.keep(tokens, StateSnapshot(len(tokens), {"s": np.zeros(size - 8 * len(tokens), np.int8)}))
+            kept = [*[k for k in kept if k != tokens], tokens][-(limit // size) :]
+        else:
+            found = cache.find(tokens, len(tokens) - 1)
+            wanted = max((k for k in kept if len(k) < len(tokens) and tokens[: len(k)] == k), key=len, default=None)
+            assert (found.position if found else None) == (len(wanted) if wanted else None)
+            if wanted:
+                kept = [*[k for k in kept if k != wanted], wanted]
+        assert cache.nbytes == size * len(cache) <= limit and len(cache) == len(kept)
