@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error.strerror}); is this a checkpoint directory?") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or an integer of thousands of digits
         raise CheckpointError(f"{path} is not valid JSON ({error}); download the file again.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object; download the file again.")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -16,6 +19,8 @@ from clover.exporter.store_plan import StoreItem
 from clover.exporter.store_writer import StoreEntry, StoreWriter
 
 Floats = npt.NDArray[np.float32]
+Progress = Callable[[str, int], None]
+WORKERS = os.cpu_count() or 1
 ROWS_AT_ONCE = 4096
 STORE_FORMAT = "1"  # layouts of store_plan.py; an unfinished store of another format starts over
 
@@ -24,7 +29,7 @@ def write_weights(
     checkpoint: Checkpoint,
     items: tuple[StoreItem, ...],
     directory: Path,
-    progress: Callable[[str, int], None] = lambda name, weights: None,
+    progress: Progress = lambda name, weights: None,
 ) -> dict[str, str]:
     """Writes every store file of `items` into `directory` and returns file -> sha256.
 
@@ -43,32 +48,41 @@ def write_weights(
         }
         path = directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        with StoreWriter(path, entries, metadata) as writer:
+        with StoreWriter(path, entries, metadata) as writer, ThreadPoolExecutor(WORKERS) as pool:
             for item in mine:
                 if all(writer.done(t.name) for t in item.tensors()):
                     progress(item.name, int(np.prod(item.shape)))
                 else:
-                    _write_item(checkpoint, item, writer, progress)
+                    _write_item(checkpoint, item, writer, pool, progress)
             hashes[file] = writer.finish()
     return hashes
 
 
 def _write_item(
-    checkpoint: Checkpoint, item: StoreItem, writer: StoreWriter, progress: Callable[[str, int], None]
+    checkpoint: Checkpoint, item: StoreItem, writer: StoreWriter, pool: ThreadPoolExecutor, progress: Progress
 ) -> None:
-    columns = item.shape[-1]
+    """Reads here, quantises and writes in the pool: NumPy and file writes let other threads run."""
+    waiting: deque[Future[int]] = deque()
     for first_row, block in row_blocks(checkpoint, item):
-        start = first_row * columns
-        if item.precision == "fp32":
-            writer.write_part(f"{item.name}.weight", start, block)
-        elif item.precision == "bf16":
-            writer.write_part(f"{item.name}.weight", start, block.astype(ml_dtypes.bfloat16))
-        else:
-            quantize, per_byte = (quantize_int4, 2) if item.precision == "int4" else (quantize_int8, 1)
-            packed, scales = quantize(block, item.group_size)
-            writer.write_part(f"{item.name}.qweight", start // per_byte, packed)
-            writer.write_part(f"{item.name}.scales", start // item.group_size, scales)
-        progress(item.name, block.size)
+        waiting.append(pool.submit(_write_block, item, writer, first_row, block))
+        if len(waiting) > 2 * WORKERS:  # bounds what is in memory
+            progress(item.name, waiting.popleft().result())
+    for future in waiting:
+        progress(item.name, future.result())
+
+
+def _write_block(item: StoreItem, writer: StoreWriter, first_row: int, block: Floats) -> int:
+    start = first_row * item.shape[-1]
+    if item.precision == "fp32":
+        writer.write_part(f"{item.name}.weight", start, block)
+    elif item.precision == "bf16":
+        writer.write_part(f"{item.name}.weight", start, block.astype(ml_dtypes.bfloat16))
+    else:
+        quantize, per_byte = (quantize_int4, 2) if item.precision == "int4" else (quantize_int8, 1)
+        packed, scales = quantize(block, item.group_size, name=item.name)
+        writer.write_part(f"{item.name}.qweight", start // per_byte, packed)
+        writer.write_part(f"{item.name}.scales", start // item.group_size, scales)
+    return int(block.size)
 
 
 def row_blocks(checkpoint: Checkpoint, item: StoreItem) -> Iterator[tuple[int, Floats]]:

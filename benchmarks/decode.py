@@ -1,0 +1,276 @@
+"""Decode speed: threshold fill at each block size against the autoregressive mode of the same bundle, and both
+against transformers' generate on the same checkpoint, interleaved in one run.
+
+    python benchmarks/decode.py --checkpoint examples/nano
+    python benchmarks/decode.py --checkpoint FULL_WIDTH --bundle BUNDLE --tokens-per-step 8 --no-transformers
+
+With `--tokens-per-step N` (for random weights, whose confidence means nothing) every step fills N positions. Prints
+medians with their spread, ratios, where a step's time goes, and Python's share; --json for machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clover import Clover
+from clover.engines.build import BuildRequest, build_target
+from clover.engines.bundle import Bundle
+from clover.runtime.fill import FillDecoder
+from clover.runtime.loop import StepTimes, decode
+from clover.runtime.options import DecodeOptions
+from clover.runtime.session import Floats, Ints
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PARTS = {"embed": "embed", "head": "head", "rows": "rows and rope", "rope": "rows and rope"}
+
+
+@dataclass
+class Run:
+    """One reply of one mode."""
+
+    tokens: int
+    steps: int
+    seconds: float
+    engine: float
+    first: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def python_ms(self) -> float:
+        return 1e3 * (self.seconds - self.engine) / max(self.steps, 1)
+
+
+def fixed_fill(count: int) -> Callable[[Floats, float], Any]:
+    """Fills the `count` most confident positions, whatever the threshold."""
+    return lambda confidence, threshold: np.sort(np.argsort(-confidence, kind="stable")[:count])
+
+
+def run_ours(engine: Clover, prompt: Sequence[int], options: DecodeOptions, tokens_per_step: int | None) -> Run:
+    decoder = engine.decoder(prompt, options)
+    if tokens_per_step and isinstance(decoder, FillDecoder):
+        decoder.choose_positions = fixed_fill(tokens_per_step)
+    times, start, first = StepTimes(), time.perf_counter(), 0.0
+    engine.session.reset(0)
+    for _ in decode(engine.session, decoder, 0, times):
+        first = first or time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    counts = decoder.counts
+    return Run(counts.response_tokens, counts.steps + counts.prefill_steps, seconds, times.session, first)
+
+
+class Transformers:
+    """transformers' generate on the same weights (it has no preview pass: plain autoregressive)."""
+
+    def __init__(self, checkpoint: Path, threads: int | None) -> None:
+        import torch
+        from safetensors import safe_open
+        from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+        if threads:
+            torch.set_num_threads(threads)
+        values = json.loads((checkpoint / "config.json").read_text())
+        values = values.get("text_config", values)
+        config = Qwen3_5MoeTextConfig(**{k: v for k, v in values.items() if k not in ("model_type", "architectures")})
+        with torch.device("meta"):
+            self.model = Qwen3_5MoeForCausalLM(config)
+        self.model.to_empty(device="cpu")
+        state = self.model.state_dict()
+        for file in sorted(checkpoint.glob("*.safetensors")):
+            with safe_open(str(file), "pt") as f:
+                for name in f.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                    short = name.replace("model.language_model.", "model.")
+                    if short in state:
+                        state[short] = f.get_tensor(name)
+        self.model.load_state_dict(state, assign=True)
+        inverse = self.model.model.rotary_emb
+        inverse.__init__(config)
+        self.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        self.model.eval()
+
+    def run(self, prompt: Sequence[int], limit: int, eos: Sequence[int]) -> Run:
+        import torch
+
+        ids = torch.tensor([list(prompt)])
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = self.model.generate(
+                ids, max_new_tokens=limit, do_sample=False, eos_token_id=list(eos), pad_token_id=0, use_cache=True
+            )
+        seconds = time.perf_counter() - start
+        tokens = out.shape[1] - ids.shape[1]
+        return Run(tokens, tokens, seconds, seconds, 0.0)
+
+
+def step_parts(bundle: Bundle, rows: int, commit: int, threads: int | None) -> dict[str, float]:
+    """Share of a step spent in each part of the model, from ONNX Runtime's profile (best of several runs a node)."""
+    import onnxruntime as ort
+
+    from clover.runtime import ort_session
+    from clover.runtime.session import SequenceRows
+
+    with tempfile.TemporaryDirectory() as folder:
+        original = ort.SessionOptions
+
+        def profiled() -> Any:
+            options = original()
+            options.enable_profiling, options.profile_file_prefix = True, str(Path(folder) / "profile")
+            return options
+
+        ort_session.ort.SessionOptions = profiled
+        try:
+            session = ort_session.OrtSession(bundle.graph_bytes, bundle.directory, max_context=512, threads=threads)
+        finally:
+            ort_session.ort.SessionOptions = original
+        rng = np.random.default_rng(0)
+        vocab = bundle.manifest.config.vocab_size - 8
+
+        def tokens(n: int) -> Ints:
+            return rng.integers(4, vocab, n)
+
+        session.step([SequenceRows(0, tokens(64), 64, np.array([63]))])
+        step = SequenceRows(
+            0, tokens(rows), commit, np.arange(max(commit, 1) - (rows == commit), rows), coreset_top_p=0.9
+        )
+        for _ in range(8):
+            session.step([step])
+        events = json.loads(Path(session._session.end_profiling()).read_text())
+    begin = sorted(e["ts"] for e in events if e["name"] == "model_run")[1]
+    best: dict[str, float] = {}
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= begin:
+            best[event["name"]] = min(best.get(event["name"], 1e12), event["dur"])
+    parts: Counter[str] = Counter()
+    for name, duration in best.items():
+        words = name.split(".")
+        parts[words[2] if words[0] == "layers" else PARTS.get(words[0], "rows and rope")] += duration
+    total = sum(parts.values())
+    return {name: duration / total for name, duration in parts.most_common()}
+
+
+def prompts(engine: Clover, checkpoint: Path, count: int) -> list[list[int]]:
+    """Held-out dispatch messages where the checkpoint is the nano model, random tokens elsewhere."""
+    if engine.tokenizer is not None and engine.template is not None and (checkpoint / "data.py").is_file():
+        sys.path.insert(0, str(checkpoint))
+        import data
+
+        out = []
+        for question, _ in data.held_out("dispatch", count):
+            rendered = engine.template.render([{"role": "user", "content": question}])
+            out.append(engine.tokenizer.encode_prompt(rendered))
+        return out
+    r = random.Random(1)
+    return [[r.randrange(4, engine.bundle.manifest.config.vocab_size - 8) for _ in range(64)] for _ in range(count)]
+
+
+def summary(runs: list[Run]) -> dict[str, float]:
+    rates = [r.rate for r in runs]
+    return {
+        "tokens_per_second": statistics.median(rates),
+        "low": min(rates),
+        "high": max(rates),
+        "tokens_per_step": sum(r.tokens for r in runs) / max(sum(r.steps for r in runs), 1),
+        "python_ms_per_step": statistics.median(r.python_ms for r in runs),
+        "python_share": sum(r.seconds - r.engine for r in runs) / sum(r.seconds for r in runs),
+        "first_token_ms": 1e3 * statistics.median(r.first for r in runs),
+    }
+
+
+def main() -> None:
+    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a.add_argument("--checkpoint", type=Path, default=REPOSITORY / "examples" / "nano")
+    a.add_argument("--bundle", type=Path, help="a bundle of it; built for the run otherwise")
+    a.add_argument("--precision", default="int4", choices=["fp32", "int4"])
+    a.add_argument("--prompts", type=int, default=8)
+    a.add_argument("--repeat", type=int, default=3)
+    a.add_argument("--max-new-tokens", type=int, default=128)
+    a.add_argument("--tokens-per-step", type=int)
+    a.add_argument("--threads", type=int)
+    a.add_argument("--no-transformers", action="store_true")
+    a.add_argument("--json", action="store_true")
+    args = a.parse_args()
+    folder = tempfile.TemporaryDirectory()
+    if args.bundle is None:
+        args.bundle = Path(folder.name) / "bundle"
+        build_target(BuildRequest(args.checkpoint, args.bundle, precision=args.precision))
+    engine = Clover.load(args.bundle, threads=args.threads, max_context=2048)
+    asked = prompts(engine, args.checkpoint, args.prompts)
+    sizes = engine.bundle.manifest.block_sizes
+    modes: dict[str, DecodeOptions] = {
+        "autoregressive": engine.options(mode="autoregressive", max_new_tokens=args.max_new_tokens)
+    }
+    modes |= {f"fill {b}": engine.options(mode="fill", block_size=b, max_new_tokens=args.max_new_tokens) for b in sizes}
+    rival = None if args.no_transformers else Transformers(args.checkpoint, args.threads)
+    runs: dict[str, list[Run]] = {name: [] for name in modes}
+    if rival:
+        runs["transformers"] = []
+    for repeat in range(args.repeat + 1):  # the first round warms up
+        for prompt in asked:
+            for name, options in modes.items():
+                result = run_ours(engine, prompt, options, args.tokens_per_step)
+                if repeat:
+                    runs[name].append(result)
+            if rival and repeat <= 1:
+                result = rival.run(prompt, args.max_new_tokens, engine.bundle.manifest.eos_token_ids)
+                if repeat:
+                    runs["transformers"].append(result)
+    table = {name: summary(r) for name, r in runs.items()}
+    base = table["autoregressive"]["tokens_per_second"]
+    for row in table.values():
+        row["against_autoregressive"] = row["tokens_per_second"] / base
+        if rival:
+            row["against_transformers"] = row["tokens_per_second"] / table["transformers"]["tokens_per_second"]
+    block = engine.bundle.manifest.trained_block_size
+    parts = {
+        f"denoise, {block} rows": step_parts(engine.bundle, block, 0, args.threads),
+        f"commit and preview, {2 * block} rows": step_parts(engine.bundle, 2 * block, block, args.threads),
+        "autoregressive, 1 row": step_parts(engine.bundle, 1, 1, args.threads),
+    }
+    conditions = {
+        "model": engine.bundle.manifest.model.name,
+        "precision": engine.bundle.manifest.precision["classes"]["experts"],
+        "onnxruntime": engine.bundle.manifest.target.backend_version,
+        "machine": platform.machine(),
+        "prompts": len(asked),
+        "prompt_tokens": statistics.mean(map(len, asked)),
+        "max_new_tokens": args.max_new_tokens,
+        "tokens_per_step": args.tokens_per_step or "by threshold",
+        "transformers_dtype": rival.dtype if rival else None,
+    }
+    if args.json:
+        print(json.dumps({"conditions": conditions, "modes": table, "parts": parts}, indent=1))
+        return
+    print(", ".join(f"{k} {v}" for k, v in conditions.items()))
+    print(
+        f"{'mode':<16}{'tokens/s':>10}{'spread':>18}{'tok/step':>10}{'x ar':>8}{'x hf':>8}{'python ms':>11}{'share':>8}{'first ms':>10}"
+    )
+    for name, row in table.items():
+        spread = f"{row['low']:.0f}-{row['high']:.0f}"
+        against = f"{row['against_transformers']:.1f}" if rival else "-"
+        print(
+            f"{name:<16}{row['tokens_per_second']:>10.1f}{spread:>18}{row['tokens_per_step']:>10.2f}"
+            f"{row['against_autoregressive']:>8.2f}{against:>8}{row['python_ms_per_step']:>11.3f}"
+            f"{100 * row['python_share']:>7.1f}%{row['first_token_ms']:>10.1f}"
+        )
+    for name, shares in parts.items():
+        print(f"{name}: " + ", ".join(f"{part} {100 * share:.0f} %" for part, share in shares.items()))
+
+
+if __name__ == "__main__":
+    main()
