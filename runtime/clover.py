@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from clover.engines.bundle import Bundle
 from clover.engines.open import open_session
+from clover.exporter.config import read_json
 from clover.runtime.autoregressive import AutoregressiveDecoder
 from clover.runtime.decoder import DecodeCounts, Decoder, StepEvent, TokenInfo
-from clover.runtime.errors import RequestError
+from clover.runtime.errors import CloverError, RequestError
 from clover.runtime.fill import FillDecoder
 from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions, make_options
@@ -42,6 +45,8 @@ class Clover:
     ) -> None:
         self.bundle, self.session, self.tokenizer, self.template = bundle, session, tokenizer, template
         self._turn = threading.Lock()
+        self._turn_of: int | None = None  # the thread whose stream runs
+        self._closed = False
 
     @classmethod
     def load(
@@ -62,8 +67,7 @@ class Clover:
         session = open_session(bundle, max_context=max_context, threads=threads, cache=cache)
         folder = bundle.directory / TOKENIZER_DIRECTORY
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-        has_template = any((folder / name).is_file() for name in ("chat_template.jinja", "tokenizer_config.json"))
-        template = ChatTemplate.load(folder, tokenizer) if tokenizer and has_template else None
+        template = load_template(folder, tokenizer) if tokenizer else None
         return cls(bundle, session, tokenizer, template)
 
     # -- replies -----------------------------------------------------------------------------
@@ -109,7 +113,10 @@ class Clover:
                 raise RequestError("prompt", "this bundle has no tokenizer; give token ids.")
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = [int(t) for t in prompt]
+            try:
+                ids = [operator.index(t) for t in prompt]
+            except TypeError:
+                raise RequestError("prompt", "prompt is neither a text nor a sequence of token ids.") from None
         return self._stream(ids, "prompt", options, steps=steps, parse=False)
 
     # -- pieces -----------------------------------------------------------------------------
@@ -151,8 +158,10 @@ class Clover:
         return FillDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Frees the engine."""
-        self.session.close()
+        """Frees the engine. Harmless when closed already."""
+        if not self._closed:
+            self._closed = True
+            self.session.close()
 
     def __enter__(self) -> Clover:
         return self
@@ -173,6 +182,8 @@ class Clover:
         starts_in_thinking: bool = False,
         parse: bool = True,
     ) -> Iterator[StreamItem]:
+        if self._closed:
+            raise CloverError("this engine is closed; load the bundle again.")
         options = self.options(**given)
         decoder = self.decoder(ids, options, field)
         parser = None
@@ -197,7 +208,7 @@ class Clover:
         tokens: list[TokenInfo] = []
         texts: list[ReplyEvent] = []
         first: float | None = None
-        with self._turn:
+        with self._take_turn():
             self.session.reset(0)
             for event in decode(self.session, decoder, 0, times):
                 if isinstance(event, StepEvent):
@@ -205,8 +216,13 @@ class Clover:
                         yield event
                     continue
                 first = first or time.perf_counter() - began
-                tokens.extend(event.tokens)
-                fresh = parser.push(t.id for t in event.tokens) if parser else []
+                fresh: list[ReplyEvent] = []
+                # one by one where a stop string may end the reply, so that no token behind it is given out
+                for piece in [(t,) for t in event.tokens] if options.stop else [event.tokens]:
+                    tokens.extend(piece)
+                    fresh += parser.push(t.id for t in piece) if parser else []
+                    if parser and parser.stopped:
+                        break
                 texts += fresh
                 for item in fresh:
                     yield item  # type: ignore[misc]  # Finished comes from `finish` alone
@@ -218,6 +234,28 @@ class Clover:
             yield item  # type: ignore[misc]
         statistics = _statistics(decoder.counts, options, times, len(tokens), first, time.perf_counter() - began)
         yield ReplyFinished(_reply(texts, decoder.truncated, tokens, statistics))
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[None]:
+        """Waits for the engine. Raises CloverError where that would be for ever: the main thread, behind itself."""
+        me = threading.get_ident()
+        if self._turn_of == me and threading.current_thread() is threading.main_thread():
+            raise CloverError("another stream of this engine is still open; read it to its end or close it first.")
+        with self._turn:
+            self._turn_of = me
+            try:
+                yield
+            finally:
+                self._turn_of = None
+
+
+def load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template beside a tokenizer, None when there is none. Raises CloverError when it is damaged."""
+    config = directory / "tokenizer_config.json"
+    given = (directory / "chat_template.jinja").is_file() or (
+        config.is_file() and bool(read_json(config).get("chat_template"))
+    )
+    return ChatTemplate.load(directory, tokenizer) if given else None
 
 
 def _reply(texts: list[ReplyEvent], truncated: bool, tokens: list[TokenInfo], statistics: ReplyStatistics) -> Reply:
