@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[CoresetAttributes, Array, list[int], list[in
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cases())
 def test_matches_the_reference(case: tuple[CoresetAttributes, Array, list[int], list[int], float]) -> None:
     assume(not is_close_call(*case))
@@ -101,6 +101,15 @@ def test_256_experts(rows: int) -> None:
 def test_equal_logits_choose_the_lowest_experts() -> None:
     got = check(CoresetAttributes(8, 8), np.full((1, 32, 256), 1.5, np.float32), [0], [32], 0.9)
     assert (np.flatnonzero(got[0, 0] > EXCLUDED_LOGIT) == np.arange(8)).all()
+
+
+def test_a_share_that_reaches_top_p_exactly_ends_the_coreset() -> None:
+    logits = np.zeros((1, 4, 8), np.float32)
+    for row, expert in enumerate((3, 3, 1, 6)):  # shares 1/2, 1/4, 1/4, exact in float32
+        logits[0, row, expert] = 60.0
+    for top_p, kept in ((0.5, [3]), (0.75, [1, 3]), (0.76, [1, 3, 6])):
+        got = check(CoresetAttributes(1, 1), logits, [0], [4], top_p)
+        assert np.flatnonzero(got[0, 0] > EXCLUDED_LOGIT).tolist() == kept
 
 
 def test_commit_and_padding_rows_neither_vote_nor_change() -> None:
