@@ -57,6 +57,7 @@ class OrtSession:
         self._session = create_session(model, weights, threads=threads, providers=providers)
         self._sequences, self._max_context, self._max_rows = sequences, max_context, max_rows
         self._positions = np.zeros(sequences, np.int64)
+        self._before: dict[int, StateSnapshot] = {}  # by slot: where a tentative commit returns to
         self._state: dict[str, npt.NDArray[np.float32]] = {}
         self._vocab = 0
         # rows that are not committed lie past the last committed one, so the cache has room for a step more
@@ -90,6 +91,8 @@ class OrtSession:
         return int(self._positions[slot])
 
     def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
+        for r in rows:
+            self._prepare(r)
         active = 1 + max(r.slot for r in rows)
         length = max(len(r.tokens) for r in rows)
         asked = max(len(r.logit_rows) for r in rows)
@@ -112,6 +115,7 @@ class OrtSession:
             if name.startswith(("recurrent", "conv")):
                 array[slot] = 0.0
         self._positions[slot] = 0
+        self._before.pop(slot, None)
 
     def snapshot(self, slot: int) -> StateSnapshot:
         position = int(self._positions[slot])
@@ -119,7 +123,7 @@ class OrtSession:
         for name, array in self._state.items():
             cached = name.startswith(("keys", "values"))  # [S, heads, capacity, dim]: only committed rows
             tensors[name] = (array[slot, :, :position] if cached else array[slot]).copy()
-        return StateSnapshot(position, tensors)
+        return StateSnapshot(position, tensors, self._before.get(slot))
 
     def restore(self, slot: int, snapshot: StateSnapshot) -> None:
         if snapshot.tensors.keys() != self._state.keys() or snapshot.position > self._max_context:
@@ -130,12 +134,28 @@ class OrtSession:
             else:
                 array[slot] = snapshot.tensors[name]
         self._positions[slot] = snapshot.position
+        self._before.pop(slot, None)
+        if snapshot.before is not None:
+            self._before[slot] = snapshot.before
 
     def close(self) -> None:
         self._bindings.clear()
         self._values.clear()
         self._state.clear()
         del self._session
+
+    def _prepare(self, r: SequenceRows) -> None:
+        """Takes a tentative commit back, or keeps aside what one needs: KV rows past the position don't matter."""
+        before = self._before.pop(r.slot, None)
+        if r.undo:
+            if before is None:
+                raise ValueError(f"slot {r.slot} is to undo a step that was not tentative")
+            for name, array in before.tensors.items():
+                self._state[name][r.slot] = array
+            self._positions[r.slot] = before.position
+        if r.tentative:
+            kept = {n: a[r.slot].copy() for n, a in self._state.items() if n.startswith(("recurrent", "conv"))}
+            self._before[r.slot] = StateSnapshot(int(self._positions[r.slot]), kept)
 
     # -- buffers ---------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What the block loop asks of a backend: run one step of rows for some sequences, keep their state.
 
 A session owns the state of S slots (recurrent state, conv ring, KV cache, position). `step` is the only call
-that advances it; `reset` and `restore` are the only others that change it.
+that advances it, or takes a tentative commit back; `reset` and `restore` are the only others that change it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ NO_ADJUSTMENT = Adjustment()
 class SequenceRows:
     """One sequence's rows in a step: `tokens[:commit]` are committed, the rest are previewed.
 
-    `logit_rows` lists the rows (indices into tokens) whose best candidates are wanted.
+    `logit_rows` lists the rows (indices into tokens) whose best candidates are wanted. `tentative`: the state before
+    this commit is kept aside, so that the slot's next step may take it back. `undo`: the slot first returns, bit for bit,
+    to the state before its last step, which was tentative.
     """
 
     slot: int
@@ -49,6 +51,8 @@ class SequenceRows:
     logit_rows: Ints  # [R]
     adjustment: Adjustment = NO_ADJUSTMENT
     coreset_top_p: float = 1.0
+    tentative: bool = False
+    undo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,18 @@ class Candidates:
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """A copy of one slot's committed state: tensors by name, and the tokens committed so far."""
+    """A copy of one slot's committed state: tensors by name, and the tokens committed so far.
+
+    `before` is what a tentative commit can still return to; it lists no KV cache, whose rows only grow.
+    """
 
     position: int
     tensors: dict[str, npt.NDArray[Any]]
+    before: StateSnapshot | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
+        return sum(t.nbytes for t in self.tensors.values()) + (self.before.nbytes if self.before else 0)
 
 
 class StepSession(Protocol):
@@ -96,7 +104,10 @@ class StepSession(Protocol):
         """Tokens committed in `slot`."""
 
     def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
-        """Runs one step; returns the candidates in the order of `rows`. Slots not named keep their state."""
+        """Runs one step; returns the candidates in the order of `rows`. Slots not named keep their state.
+
+        Raises ValueError when a slot is to undo a step that was not tentative.
+        """
 
     def reset(self, slot: int) -> None:
         """Empties a slot."""
