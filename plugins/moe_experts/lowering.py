@@ -31,17 +31,11 @@ def lower_experts(
         "normalize_routing_weights": 1,
     }
     kind = precision["experts"]
-    if kind == "fp32":
-        return b.op(
-            "MoE",
-            hidden,
-            routing,
-            b.weight(f"{g}gate_up.weight"),
-            "",
-            b.weight(f"{g}down.weight"),
-            domain=CONTRIB,
-            **common,
-        )
+    if kind in ("fp32", "bf16"):
+        gate_up, down = b.weight(f"{g}gate_up.weight"), b.weight(f"{g}down.weight")
+        if kind == "bf16":
+            gate_up, down = b.to_float(gate_up), b.to_float(down)
+        return b.op("MoE", hidden, routing, gate_up, "", down, domain=CONTRIB, **common)
     return b.op(
         "QMoE", hidden, routing,
         b.weight(f"{g}gate_up.qweight"), b.weight(f"{g}gate_up.scales"), "",
