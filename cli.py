@@ -64,7 +64,7 @@ def print_json(value: Any) -> None:
 @app.command()
 @sentence_on_error
 def build(
-    checkpoint: Annotated[Path, typer.Argument(help="A Clover checkpoint in Hugging Face layout.")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint directory, or org/name on the Hugging Face hub.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Where the bundle goes.")],
     gpu: Annotated[str, typer.Option(help="The target: `cpu`, or a card (see `clover gpus`).")] = "cpu",
     precision: Annotated[
@@ -92,14 +92,15 @@ def build(
     """Turn a checkpoint into a bundle for one target."""
     from clover.engines.build import BuildRequest, build_target
     from clover.exporter.precision import parse_precision
+    from clover.exporter.source import resolve_source
     from clover.runtime.terminal.progress import Progress
 
-    named = [p for p, given in (("int4", int4), ("bf16", bf16), (precision, precision is not None)) if given]
+    named = [*(["int4"] if int4 else []), *(["bf16"] if bf16 else []), *([] if precision is None else [precision])]
     if len(named) > 1:
         raise CloverError("--precision, --int4 and --bf16 exclude each other; give one.")
-    base, overrides = parse_precision(named[0] or "int4" if named else "int4")
+    base, overrides = parse_precision(named[0] if named else "int4")
     request = BuildRequest(
-        checkpoint=checkpoint,
+        checkpoint=resolve_source(checkpoint),
         out=out,
         target=gpu,
         precision=base,
@@ -131,7 +132,9 @@ def build(
 def run(
     bundle: BundlePath,
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.")],
-    mode: Annotated[str | None, typer.Option(help="fill or autoregressive; default the bundle's.")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="fill, autoregressive or self-speculative; default the bundle's.")
+    ] = None,
     threshold: Annotated[float | None, typer.Option(help="Fill positions whose probability exceeds this.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens developed at once.")] = None,
     coreset_top_p: Annotated[
@@ -201,6 +204,67 @@ def logits(
         print_json(written)
     else:
         print(f"{out}: {written['prompt_tokens']} + {written['block_size']} rows of {written['vocab_size']} logits")
+
+
+@app.command()
+@sentence_on_error
+def serve(
+    bundle: BundlePath,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one.  [default: 8000]")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send (repeatable).")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with such keys, one a line.")] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without a key.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Replies developed at once.  [default: 4]")] = None,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.  [default: 64]")] = None,
+    prefill_rows: Annotated[
+        int | None, typer.Option(help="Prompt tokens a step commits while others run.  [default: 64]")
+    ] = None,
+    cache_mb: Annotated[int | None, typer.Option(help="Memory for conversation states.  [default: 1024]")] = None,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take.  [default: 600]")] = None,
+    max_body_mb: Annotated[int | None, typer.Option(help="Largest request.  [default: 8]")] = None,
+    shutdown_grace: Annotated[
+        float | None, typer.Option(help="Seconds that running replies get after SIGTERM.  [default: 30]")
+    ] = None,
+    model_name: Annotated[
+        list[str] | None, typer.Option(help="Name clients ask for (repeatable); default the bundle's.")
+    ] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="Web origin whose pages may call (repeatable).")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Host name the server answers to (repeatable).")
+    ] = None,
+    log_prompts: Annotated[bool | None, typer.Option("--log-prompts", help="Write requests' text to the log.")] = None,
+    cache: Annotated[bool | None, typer.Option("--cache/--no-cache", help="Keep weights packed for this CPU.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="clover.toml whose [serve] table has the same names as these flags.")
+    ] = None,
+) -> None:
+    """Serve a bundle over the OpenAI and Anthropic APIs, with a chat page at /."""
+    from clover.runtime.server.serve import serve_command
+
+    flags = {
+        "host": host,
+        "port": port,
+        "api_key": tuple(api_key or ()),
+        "insecure": insecure,
+        "slots": slots,
+        "max_context": max_context,
+        "threads": threads,
+        "max_queue": max_queue,
+        "prefill_rows": prefill_rows,
+        "cache_mb": cache_mb,
+        "request_timeout": request_timeout,
+        "max_body_mb": max_body_mb,
+        "shutdown_grace": shutdown_grace,
+        "model_name": tuple(model_name or ()),
+        "cors_origin": tuple(cors_origin or ()),
+        "allowed_host": tuple(allowed_host or ()),
+        "log_prompts": log_prompts,
+        "cache": cache,
+    }
+    serve_command(bundle, config, api_key_file, flags)
 
 
 def main() -> None:

@@ -1,0 +1,68 @@
+"""Where a checkpoint comes from: a directory, the Hugging Face cache, or `org/name` on the hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from clover.runtime.errors import CheckpointError
+
+REPOSITORY_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+WANTED = ("*.json", "*.safetensors", "*.jinja")  # no pickles, no other frameworks' weights
+
+
+def resolve_source(source: str | Path) -> Path:
+    """The directory that holds the checkpoint's config.json.
+
+    `source` is that directory, a repository's folder in the Hugging Face cache (`models--org--name`), or `org/name`,
+    which is looked up in the cache and else downloaded. Raises CheckpointError with what to do.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _snapshot(path) if (path / "snapshots").is_dir() and not (path / "config.json").exists() else path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give the directory that holds the checkpoint's config.json.")
+    if REPOSITORY_ID.match(str(source)):
+        return _from_hub(str(source))
+    raise CheckpointError(f"{path} does not exist; give a checkpoint's directory or org/name of the Hugging Face hub.")
+
+
+def _snapshot(repository: Path) -> Path:
+    """The snapshot of a cached repository that its `main` points to, else its only one."""
+    snapshots = sorted(p for p in (repository / "snapshots").iterdir() if p.is_dir())
+    main = repository / "refs" / "main"
+    if main.is_file():
+        chosen = repository / "snapshots" / main.read_text(encoding="utf-8").strip()
+        if chosen.is_dir():
+            return chosen
+    if len(snapshots) == 1:
+        return snapshots[0]
+    names = ", ".join(p.name for p in snapshots) or "none"
+    raise CheckpointError(f"{repository} has no snapshot that refs/main names (there are: {names}); give one's path.")
+
+
+def _from_hub(repository: str) -> Path:
+    """Downloads what is missing of `repository`, or takes the cached copy when the hub can't be reached."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise CheckpointError(
+            f"{repository} is no directory here, and huggingface_hub is not installed to download it; "
+            "run `pip install huggingface_hub` or give a directory."
+        ) from None
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(WANTED)))
+    except LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"{repository} is not in the Hugging Face cache and the hub can't be reached; "
+            "go online, or download the checkpoint elsewhere and give its directory."
+        ) from None
+    except HfHubHTTPError as error:
+        status = getattr(getattr(error, "response", None), "status_code", "an error")
+        raise CheckpointError(
+            f"the Hugging Face hub answers {status} for {repository}; check the name, and log in with "
+            "`hf auth login` if it is private."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{repository} could not be downloaded ({error}); try again.") from None
