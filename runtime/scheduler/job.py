@@ -41,6 +41,7 @@ class Job:
     submitted: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     committed: list[int] = field(default_factory=list)  # the tokens its slot holds
+    tentative: int = 0  # how many of them, at the end, may yet be taken back
     kept: int = 0  # length of the last kept state
 
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
@@ -53,7 +54,10 @@ class Job:
 
     def accept(self, rows: SequenceRows, candidates: Candidates) -> list[DecodeEvent]:
         """Takes a step's result. Decoders see as many candidates as they asked for, whatever the others needed."""
+        if rows.undo:
+            del self.committed[len(self.committed) - self.tentative :]
         self.committed.extend(rows.tokens[: rows.commit].tolist())
+        self.tentative = rows.commit if rows.tentative else 0
         k = self.decoder.candidates
         own = Candidates(candidates.ids[:, :k], candidates.logprobs[:, :k], candidates.scores[:, :k], candidates.logits)
         return self.decoder.accept(own)
@@ -61,7 +65,7 @@ class Job:
     @property
     def at_border(self) -> bool:
         """The slot now holds the prompt up to a border."""
-        return bool(self.borders) and len(self.committed) == self.borders[0]
+        return bool(self.borders) and len(self.committed) == self.borders[0] and not self.tentative
 
     def expired(self, now: float) -> bool:
         return self.deadline is not None and now >= self.deadline

@@ -236,7 +236,8 @@ class Scheduler:
         self._slots.release(slot)
         self._tell(job, outcome)
         try:
-            if job.cacheable and outcome != "error" and len(job.committed) - job.kept >= self._least:
+            fresh = len(job.committed) - job.kept
+            if job.cacheable and outcome != "error" and not job.tentative and fresh >= self._least:
                 self._keep(slot, job)
         except Exception:
             log.exception("a state could not be kept")

@@ -1,0 +1,11 @@
+"""`clover serve`: the model behind the APIs that existing clients speak.
+
+settings.py    flags and clover.toml          serve.py     from settings to a listening process
+app.py         routes and response plumbing   guard.py     request ids, hosts, keys, one log line a request
+body.py        bytes to checked JSON          fields.py    fields taken by name; what is left is refused
+request.py     decode options every dialect shares
+service.py     prompts to jobs                generation.py  jobs to events
+chat.py completions.py responses.py messages.py   one dialect each: request in, reply and stream out
+errors.py      one error, in each dialect's shape    metrics.py  Prometheus
+page/          the chat page
+"""

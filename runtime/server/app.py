@@ -1,0 +1,216 @@
+"""The routes, and what every generating route does: read, check, queue, answer, and free what it took."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+
+from clover.runtime.errors import CloverError
+from clover.runtime.server import chat, completions, sse
+from clover.runtime.server.body import read_json
+from clover.runtime.server.errors import ApiError, api_error
+from clover.runtime.server.generation import Generation, collect
+from clover.runtime.server.guard import Guard, error_response
+from clover.runtime.server.service import Service
+from clover.runtime.server.sse import EventStream
+
+log = logging.getLogger("clover.server")
+T = TypeVar("T")
+LARGE_BODY = 32_768  # bytes from which a request is checked and tokenised beside the event loop
+
+
+def create_app(service: Service) -> Any:  # an ASGI application
+    """The application over a loaded model. It closes the service when the server shuts down."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(title="Clover", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(CloverError, _on_error)
+    app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(Exception, _on_fault)
+    _add_generating(app, service)
+    _add_plain(app, service)
+    if service.settings.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.settings.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-api-key"],
+        )
+    return Guard(app, service.settings, service.metrics)
+
+
+def _add_generating(app: FastAPI, service: Service) -> None:
+    tokenizer = service.tokenizer
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        asked = await _check(request, service, chat.parse)
+        generation = service.start(asked.ask)
+        if asked.stream:
+            return await _streamed(request, service, generation, chat.stream(asked, generation, tokenizer))
+        choices = await _answered(request, service, generation, collect(generation))
+        return _json(chat.whole(asked, choices, generation.usage, tokenizer))
+
+    @app.post("/v1/completions")
+    async def text_completions(request: Request) -> Response:
+        asked = await _check(request, service, completions.parse)
+        generation = service.start(asked.ask)
+        if asked.stream:
+            return await _streamed(request, service, generation, completions.stream(asked, generation, tokenizer))
+        choices = await _answered(request, service, generation, collect(generation))
+        return _json(completions.whole(asked, choices, generation.usage, tokenizer))
+
+
+def _add_plain(app: FastAPI, service: Service) -> None:
+    def model(name: str) -> dict[str, Any]:
+        manifest = service.engine.bundle.manifest
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "clover",
+            "context_length": service.engine.session.max_context,
+            "block_sizes": list(manifest.block_sizes),
+            "defaults": manifest.defaults,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model(name) for name in service.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        if name not in service.model_names:
+            raise ApiError(404, f"model {name[:100]!r} isn't here.", "model", "model_not_found")
+        return _json(model(name))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        taking = service.scheduler.ready
+        return _json({"status": "ready" if taking else "draining"}, 200 if taking else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+# -- plumbing ------------------------------------------------------------------------------------
+
+
+async def _check(request: Request, service: Service, parse: Callable[[Any, Service], T]) -> T:
+    """The checked request. A long one is tokenised in a thread, so that the others' streams go on meanwhile."""
+    body = await read_json(request, service.settings.max_body_mb * 2**20)
+    if service.settings.log_prompts:
+        log.info("prompt", extra={"fields": {"request_id": request.state.request_id, "body": body}})
+    if int(request.headers.get("content-length") or LARGE_BODY) < LARGE_BODY:
+        return parse(body, service)
+    return await asyncio.to_thread(parse, body, service)
+
+
+async def _answered(request: Request, service: Service, generation: Generation, answer: Awaitable[T]) -> T:
+    """Waits for an answer, or gives the generation up when the client leaves."""
+    try:
+        return await _unless_gone(request, answer)
+    finally:
+        generation.close()
+        _account(request, service, generation)
+
+
+async def _streamed(
+    request: Request, service: Service, generation: Generation, events: AsyncIterator[bytes]
+) -> Response:
+    """An event stream, begun when there is something to tell: what goes wrong before is a plain HTTP error."""
+    try:
+        await _unless_gone(request, generation.wait_first())
+    except BaseException:
+        generation.close()
+        raise
+    return EventStream(_counted(request, service, generation, events), generation)
+
+
+async def _counted(
+    request: Request, service: Service, generation: Generation, events: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    try:
+        async for event in events:
+            yield event
+    finally:
+        _account(request, service, generation)
+
+
+def _account(request: Request, service: Service, generation: Generation) -> None:
+    """Metrics and the log line of a reply."""
+    usage = generation.usage
+    first = None if generation.first_token is None else generation.first_token - generation.started
+    if generation.ended:
+        service.metrics.reply(usage, first)
+    else:
+        service.metrics.cancelled()
+    request.state.log = {
+        "complete": generation.ended,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "steps": usage.steps,
+        "first_token_ms": None if first is None else round(1000 * first, 1),
+        "reply_ms": round(1000 * (time.monotonic() - generation.started), 1),
+    }
+
+
+async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
+    """`answer`'s result. Raises ApiError when the client disconnects before it is there."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    work, watch = asyncio.ensure_future(answer), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ApiError(408, "the client went away.")
+        return work.result()
+    finally:
+        for task in (work, watch):
+            task.cancel()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(sse.dumps(value), status, media_type="application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, CloverError):
+        if not (found := api_error(error)).status < 500:
+            log.error("%s", error)
+    elif isinstance(error, HTTPException):
+        what = {404: "there is no such path", 405: "this path doesn't take that method"}
+        status = error.status_code if error.status_code in (404, 405) else 400
+        found = ApiError(status, f"{what.get(status, str(error.detail))}: {request.method} {request.url.path[:100]}.")
+    else:
+        assert isinstance(error, ApiError)
+        found = error
+    return error_response(found, request.scope)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "the server made a mistake; its log says where."), request.scope)

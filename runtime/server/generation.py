@@ -1,0 +1,284 @@
+"""From a job on the scheduler's thread to events in the server's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from clover.runtime.decoder import DecodeEvent, Decoder, StepEvent, TokenInfo
+from clover.runtime.scheduler.job import Job, Outcome
+from clover.runtime.scheduler.scheduler import Scheduler
+from clover.runtime.server.errors import outcome_error
+from clover.runtime.text.finish import FinishReason
+from clover.runtime.text.reply import (
+    Finished,
+    FunctionArgumentsDelta,
+    FunctionCallStarted,
+    ReplyEvent,
+    ReplyParser,
+)
+from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a reply took. `steps` could produce tokens, `prefill_steps` only committed prompt tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    blocks: int = 0
+    steps: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return round(self.completion_tokens / self.steps, 3) if self.steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step gave to one choice. `tokens` are the reply's, in order; `steps` only when asked for."""
+
+    choice: int
+    events: Sequence[ReplyEvent]
+    tokens: Sequence[TokenInfo]
+    steps: Sequence[StepEvent] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of one choice."""
+
+    choice: int
+    reason: FinishReason
+    stop_string: str | None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    outcome: Outcome
+
+
+class Generation:
+    """The choices of one request, as one stream of Piece and Ended in the order they happen.
+
+    Whoever takes one must `close` it, whatever happens: that is what frees the slots of a client who left.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Piece | Ended | _Broken] = asyncio.Queue()
+        self._seen: deque[Piece | Ended | _Broken] = deque()
+        self._jobs: list[Job] = []
+        self._open = 0
+        self._prompts: dict[int, int] = {}  # choice → which prompt
+        self._usages: dict[int, Usage] = {}
+        self.started = time.monotonic()
+        self.first_token: float | None = None
+
+    def run(self, jobs: Sequence[Job], choices_per_prompt: int) -> None:
+        """Submits the jobs, one per choice. Raises QueueFullError or DrainingError."""
+        self._open = len(jobs)
+        self._prompts = {i: i // choices_per_prompt for i in range(len(jobs))}
+        self._scheduler.submit(jobs)
+        self._jobs = list(jobs)
+
+    def post(self, item: Piece | Ended | _Broken) -> None:
+        """Hands an item over, from any thread."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    @property
+    def choices(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def ended(self) -> bool:
+        """Every choice ended as it should."""
+        return self._open == 0
+
+    @property
+    def usage(self) -> Usage:
+        """Of the choices that ended. A prompt counts once, however many choices answer it."""
+        total = Usage()
+        seen: set[int] = set()
+        for choice, usage in self._usages.items():
+            fresh = self._prompts[choice] not in seen
+            seen.add(self._prompts[choice])
+            total = Usage(
+                total.prompt_tokens + usage.prompt_tokens * fresh,
+                total.completion_tokens + usage.completion_tokens,
+                total.cached_tokens + usage.cached_tokens * fresh,
+                total.reasoning_tokens + usage.reasoning_tokens,
+                total.blocks + usage.blocks,
+                total.steps + usage.steps,
+            )
+        return total
+
+    async def wait_first(self) -> None:
+        """Waits for the first item, which iteration still gives. Raises ApiError when a choice broke before it."""
+        item = await self._queue.get()
+        if isinstance(item, _Broken):
+            raise outcome_error(item.outcome)
+        self._seen.append(item)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Piece | Ended:
+        """The next item. Raises ApiError when a choice broke off: what came before is not a whole reply."""
+        if not self._open:
+            raise StopAsyncIteration
+        item = self._seen.popleft() if self._seen else await self._queue.get()
+        if isinstance(item, _Broken):
+            raise outcome_error(item.outcome)
+        if isinstance(item, Ended):
+            self._open -= 1
+            self._usages[item.choice] = item.usage
+        elif item.tokens and self.first_token is None:
+            self.first_token = time.monotonic()
+        return item
+
+    def close(self) -> None:
+        """Cancels what is still running."""
+        if self._open:
+            for job in self._jobs:
+                self._scheduler.cancel(job)
+
+
+class ChoiceSink:
+    """Owns one job: turns its tokens into reply events, on the scheduler's thread, and posts them."""
+
+    def __init__(
+        self, generation: Generation, choice: int, decoder: Decoder, parser: ReplyParser, *, steps: bool, thinking: bool
+    ) -> None:
+        self._generation, self._choice, self._decoder, self._parser = generation, choice, decoder, parser
+        self._steps, self._in_reasoning = steps, thinking
+        self._tokens = self._reasoning_tokens = 0
+        self.job: Job | None = None
+
+    def push(self, events: Sequence[DecodeEvent]) -> bool:
+        """See Sink. Tokens are parsed one at a time, so that none behind a stop string is counted."""
+        texts: list[ReplyEvent] = []
+        tokens: list[TokenInfo] = []
+        steps: list[StepEvent] = []
+        for event in events:
+            if isinstance(event, StepEvent):
+                if self._steps:
+                    steps.append(event)
+                continue
+            for token in event.tokens:
+                if self._parser.stopped:
+                    break
+                tokens.append(token)
+                self._parse(token, texts)
+        self._tokens += len(tokens)
+        if texts or tokens or steps:
+            self._generation.post(Piece(self._choice, texts, tokens, steps))
+        return self._parser.stopped
+
+    def finish(self, outcome: Outcome) -> None:
+        """See Sink."""
+        if outcome != "done":
+            self._generation.post(_Broken(outcome))
+            return
+        *events, end = self._parser.finish(hit_limit=self._decoder.truncated)
+        assert isinstance(end, Finished)
+        if events:
+            self._generation.post(Piece(self._choice, events, ()))
+        counts = self._decoder.counts
+        usage = Usage(
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=self._tokens,
+            cached_tokens=self.job.cached_tokens if self.job else 0,
+            reasoning_tokens=self._reasoning_tokens,
+            blocks=counts.blocks,
+            steps=counts.steps,
+        )
+        self._generation.post(Ended(self._choice, end.reason, end.stop_string, usage))
+
+    def _parse(self, token: TokenInfo, texts: list[ReplyEvent]) -> None:
+        fresh = self._parser.push((token.id,))
+        for event in fresh:
+            self._in_reasoning = isinstance(event, ReasoningDelta)
+            _append(texts, event)
+        self._reasoning_tokens += self._in_reasoning
+
+
+def _append(texts: list[ReplyEvent], event: ReplyEvent) -> None:
+    """Appends, joining text of the same kind."""
+    last = texts[-1] if texts else None
+    if isinstance(last, ContentDelta) and isinstance(event, ContentDelta):
+        texts[-1] = ContentDelta(last.text + event.text)
+    elif isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta):
+        texts[-1] = ReasoningDelta(last.text + event.text)
+    else:
+        texts.append(event)
+
+
+@dataclass
+class Part:
+    """A stretch of a reply: text, reasoning, or a function call (`text` is then its arguments)."""
+
+    kind: Literal["text", "reasoning", "call"]
+    text: str = ""
+    name: str = ""
+    id: str = ""
+
+
+@dataclass
+class Choice:
+    """A whole choice."""
+
+    parts: list[Part] = field(default_factory=list)
+    tokens: list[TokenInfo] = field(default_factory=list)
+    end: Ended | None = None
+
+    def add(self, events: Iterable[ReplyEvent]) -> None:
+        for event in events:
+            kind = part_kind(event)
+            if isinstance(event, FunctionCallStarted):
+                self.parts.append(Part("call", name=event.name, id=new_id("call_")))
+            elif not self.parts or self.parts[-1].kind != kind:
+                self.parts.append(Part(kind))
+            if not isinstance(event, FunctionCallStarted | Finished):
+                self.parts[-1].text += event.text
+
+    def joined(self, kind: Literal["text", "reasoning"]) -> str:
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+    @property
+    def calls(self) -> list[Part]:
+        return [part for part in self.parts if part.kind == "call"]
+
+
+def part_kind(event: ReplyEvent) -> Literal["text", "reasoning", "call"]:
+    """The kind of part an event belongs to."""
+    if isinstance(event, ReasoningDelta):
+        return "reasoning"
+    return "call" if isinstance(event, FunctionCallStarted | FunctionArgumentsDelta) else "text"
+
+
+async def collect(generation: Generation) -> list[Choice]:
+    """Waits for every choice. Raises ApiError when one breaks off."""
+    choices = [Choice() for _ in range(generation.choices)]
+    async for item in generation:
+        choice = choices[item.choice]
+        if isinstance(item, Ended):
+            choice.end = item
+        else:
+            choice.add(item.events)
+            choice.tokens += item.tokens
+    return choices
+
+
+def new_id(prefix: str) -> str:
+    """An id nobody can guess."""
+    return prefix + secrets.token_hex(12)

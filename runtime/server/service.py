@@ -1,0 +1,134 @@
+"""The model and its scheduler, as the routes use them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from clover.runtime.clover import Clover
+from clover.runtime.errors import BundleError, RequestError
+from clover.runtime.scheduler.job import Job
+from clover.runtime.scheduler.scheduler import DrainingError, QueueFullError, Scheduler
+from clover.runtime.server.errors import ApiError
+from clover.runtime.server.fields import Fields
+from clover.runtime.server.generation import ChoiceSink, Generation
+from clover.runtime.server.metrics import Metrics
+from clover.runtime.server.request import Ask
+from clover.runtime.server.settings import ServeSettings
+from clover.runtime.text.chat_template import ChatTemplate
+from clover.runtime.text.reply import ReplyParser
+from clover.runtime.text.tokenizer import Tokenizer
+
+
+class Service:
+    """One loaded model. Owns the engine's session through its scheduler; close it once."""
+
+    def __init__(self, engine: Clover, settings: ServeSettings) -> None:
+        if engine.tokenizer is None:
+            raise BundleError(
+                f"{engine.bundle.directory} has no tokenizer, which serving needs; build it again from a checkpoint with tokenizer.json."
+            )
+        self.engine, self.settings = engine, settings
+        self.tokenizer: Tokenizer = engine.tokenizer
+        self.model_names = settings.model_name or (engine.bundle.manifest.model.name,)
+        self.created = int(time.time())
+        self.metrics = Metrics()
+        self.scheduler = Scheduler(
+            engine.session,
+            max_queue=settings.max_queue,
+            prefill_rows=settings.prefill_rows,
+            cache_bytes=settings.cache_mb * 2**20,
+            turn_opener=_turn_opener(engine.template, engine.tokenizer),
+            on_step=self.metrics.step,
+        )
+        self.metrics.watch(self.scheduler)
+
+    def close(self) -> None:
+        """Ends what runs and frees the engine."""
+        self.scheduler.close()
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def check_model(self, fields: Fields) -> str:
+        """Takes `model`. Raises ApiError 404 for one this server doesn't have; absent means the only one."""
+        name = fields.text("model")
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            have = ", ".join(self.model_names)
+            raise ApiError(404, f"model {name[:100]!r} isn't here; this server has {have}.", "model", "model_not_found")
+        return name
+
+    def chat_prompt(
+        self, messages: Any, tools: Sequence[Mapping[str, Any]], thinking: bool | None, field: str = "messages"
+    ) -> tuple[list[int], bool]:
+        """(token ids, whether the reply starts with reasoning) of a chat. Raises RequestError."""
+        template = self.engine.template
+        if template is None:
+            raise RequestError(field, "this bundle has no chat template; use /v1/completions.")
+        rendered = template.render(messages, tools=tools or None, enable_thinking=thinking)
+        return self.tokenizer.encode_prompt(rendered), rendered.opens_thinking
+
+    def start(self, ask: Ask) -> Generation:
+        """Queues a request. Raises RequestError, or ApiError 429 or 503."""
+        context = self.engine.session.max_context
+        generation = Generation(self.scheduler)
+        seconds = min(self.settings.request_timeout, ask.timeout or self.settings.request_timeout)
+        jobs: list[Job] = []
+        for prompt in ask.prompts:
+            if len(prompt) >= context:
+                message = (
+                    f"{ask.field} has {len(prompt)} tokens; this server's context holds {context}, reply included."
+                )
+                raise ApiError(400, message, ask.field, "context_length_exceeded")
+            for n in range(ask.choices):
+                jobs.append(self._job(ask, prompt, n, len(jobs), generation, time.monotonic() + seconds))
+        try:
+            generation.run(jobs, ask.choices)
+        except QueueFullError as full:
+            raise ApiError(
+                429,
+                f"{self.settings.max_queue} requests wait already; try again in {full.retry_after} s.",
+                code="queue_full",
+                retry_after=full.retry_after,
+            ) from None
+        except DrainingError:
+            raise ApiError(
+                503, "the server takes no more requests; it is shutting down.", code="shutdown", retry_after=5
+            ) from None
+        return generation
+
+    def _job(
+        self, ask: Ask, prompt: Sequence[int], n: int, choice: int, generation: Generation, deadline: float
+    ) -> Job:
+        options = ask.options
+        if options.seed is not None and n:
+            options = replace(options, seed=(options.seed + n) % 2**63)
+        decoder = self.engine.decoder(prompt, options, ask.field)
+        parser = ReplyParser(
+            self.tokenizer,
+            tools=ask.tools,
+            stop=options.stop,
+            starts_in_thinking=ask.starts_in_thinking,
+            parse_thinking=ask.parse_thinking,
+            parse_tools=bool(ask.tools),
+        )
+        sink = ChoiceSink(generation, choice, decoder, parser, steps=ask.steps, thinking=ask.starts_in_thinking)
+        sink.job = Job(
+            decoder, prompt, sink, full_rows=2 * options.block_size, deadline=deadline, cacheable=ask.use_cache
+        )
+        return sink.job
+
+
+def _turn_opener(template: ChatTemplate | None, tokenizer: Tokenizer) -> int | None:
+    """The control token with which the template begins every turn; None when it has none."""
+    if template is None:
+        return None
+    try:
+        ids = tokenizer.encode_prompt(template.render([{"role": "user", "content": "a"}]))
+    except (RequestError, BundleError):  # a template that wants more than one user message
+        return None
+    control = {tokenizer.find_token_id(name) for name in tokenizer.control_tokens}
+    return ids[0] if ids and ids[0] in control and ids.count(ids[0]) > 1 else None
