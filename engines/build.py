@@ -10,11 +10,10 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clover import __version__
-from clover.engines.bundle import Bundle, check_output, file_entry, publish
-from clover.engines.lock import exclusive
+from clover.engines.bundle import Bundle, check_output, file_entry, publish, working_directory
 from clover.engines.manifest import MANIFEST, Graph, Manifest, Model, Target
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.config import BLOCK_SIZES, ModelConfig, read_json
@@ -24,9 +23,13 @@ from clover.exporter.precision import Precision, PrecisionPlan, TensorClass, pla
 from clover.exporter.store_plan import StoreItem, store_plan
 from clover.exporter.weight_index import read_weight_index
 from clover.exporter.weights import write_weights
-from clover.runtime.clover import TOKENIZER_DIRECTORY
-from clover.runtime.errors import CheckpointError, CloverError
+from clover.runtime.clover import TOKENIZER_DIRECTORY, load_template
+from clover.runtime.errors import BundleError, CheckpointError, CloverError, RequestError
+from clover.runtime.options import DecodeOptions
 from clover.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from clover.engines.tensorrt.target import GpuBuild
 
 GRAPH_FILE = "graphs/step.onnx"
 TOKENIZER_FILES = (
@@ -57,37 +60,56 @@ class BuildRequest:
     exact_activations: bool = False
     replace: bool = False
     ignore_fields: Collection[str] = ()
+    sequences: int = 1  # slots of a GPU engine
+    resident_experts: int | None = None  # most routed experts on the card; None: as many as fit
+    reuse: Path | None = None  # a bundle of the same checkpoint and precision whose weights are taken over
 
 
 def build_target(request: BuildRequest, progress: Progress = lambda what, done, total: None) -> Bundle:
     """Builds for the request's target. Raises CloverError for a target that can't be built."""
-    from clover.engines.gpus import find_gpu
+    from clover.engines.gpus import resolve_gpu
 
-    if find_gpu(request.target).name != "cpu":
-        raise CloverError(f"--gpu {request.target}: only `cpu` can be built so far.")
-    return build_cpu(request, progress)
+    gpu = resolve_gpu(request.target)
+    if gpu.is_cpu:
+        if request.sequences != 1 or request.resident_experts is not None:
+            raise CloverError("--sequences and --resident-experts are for GPU engines; leave them out with --gpu cpu.")
+        return build_bundle(request, progress)
+    from clover.engines.tensorrt.target import GpuBuild
+
+    return build_bundle(request, progress, GpuBuild(gpu, request.sequences, request.resident_experts))
 
 
-def build_cpu(request: BuildRequest, progress: Progress = lambda what, done, total: None) -> Bundle:
-    """Builds a bundle for the CPU and returns it verified. Raises CloverError with nothing half-written."""
-    check_output(request.out, replace=request.replace)
+def build_bundle(
+    request: BuildRequest, progress: Progress = lambda what, done, total: None, gpu: GpuBuild | None = None
+) -> Bundle:
+    """Builds a bundle for the CPU, and with `gpu` an engine and its kernels beside; returns it verified.
+
+    Raises CloverError with nothing half-written.
+    """
+    out = output_path(request.out)
+    check_output(out, replace=request.replace)
     config = read_config(request.checkpoint, request.ignore_fields)
     mask = require_mask_token(config)
     checkpoint = Checkpoint.open(request.checkpoint, config)
     precision = plan_precision(config, request.precision, request.overrides, request.group_size)
     block_sizes = check_block_sizes(request.block_sizes)
     max_context = check_context(config, request.max_context)
+    if gpu:
+        max_context = gpu.context(config, request.max_context)
+        gpu.check(config, precision, block_sizes, max_context)
     tokenizer = load_tokenizer(request.checkpoint, config)
-    work = request.out.with_name(f".{request.out.name}.partial")
-    work.mkdir(exist_ok=True)
-    with exclusive(work / ".lock"):
+    defaults = decode_defaults(request.checkpoint, config, precision, block_sizes, gpu.gpu.name if gpu else "cpu")
+    with working_directory(out, replace=request.replace) as work:
         items = store_plan(config, precision)
+        if request.reuse:
+            reuse_weights(request.reuse, work, checkpoint, precision)
         hashes = write_weights(checkpoint, items, work, _weights_progress(items, progress))
         excluded = sorted({mask, *(tokenizer.padding_ids(config.vocab_size) if tokenizer else ())})
+        index = read_weight_index(work, hashes)
         model = build_step_graph(
             config,
             precision,
-            read_weight_index(work, hashes),
+            index,
             excluded_ids=excluded,
             with_logits=request.with_logits,
             accuracy_level=EXACT_ACCURACY if request.exact_activations else FAST_ACCURACY,
@@ -97,10 +119,21 @@ def build_cpu(request: BuildRequest, progress: Progress = lambda what, done, tot
         files = {name: file_entry(work / name, sha256) for name, sha256 in hashes.items()}
         for name in (GRAPH_FILE, *_copy_text_files(request.checkpoint, work)):
             files[name] = file_entry(work / name)
+        target = Target(name="cpu", backend="onnxruntime", backend_version=_onnxruntime_version())
+        parts = None
+        if gpu:
+            from clover.engines.tensorrt.target import build_gpu_parts
+
+            parts = build_gpu_parts(
+                gpu, work, config, precision, index, hashes, block_sizes=block_sizes, max_context=max_context,
+                excluded_ids=excluded, with_logits=request.with_logits, say=progress,
+            )  # fmt: skip
+            target = parts.target
+            files.update(parts.files)
         manifest = Manifest(
             clover_version=__version__,
             model=describe_model(request.checkpoint, config, checkpoint),
-            target=Target(name="cpu", backend="onnxruntime", backend_version=_onnxruntime_version()),
+            target=target,
             precision=precision.to_json(),
             block_sizes=block_sizes,
             trained_block_size=config.block_size,
@@ -109,22 +142,52 @@ def build_cpu(request: BuildRequest, progress: Progress = lambda what, done, tot
             excluded_token_ids=tuple(excluded),
             max_context=max_context,
             options=assumed_options(config),
-            defaults=decode_defaults(request.checkpoint, config, precision, block_sizes),
+            defaults=defaults,
             graph=Graph(
                 file=GRAPH_FILE,
                 with_logits=request.with_logits,
                 accuracy_level=EXACT_ACCURACY if request.exact_activations else FAST_ACCURACY,
             ),
+            engines=(parts.engine,) if parts else (),
+            kernels=parts.kernels if parts else {},
             files=files,
         )
         (work / MANIFEST).write_text(manifest.dump(), encoding="utf-8")
         Bundle.open(work, verify=False)
-    (work / ".lock").unlink(missing_ok=True)
-    publish(work, request.out, replace=request.replace)
-    return Bundle.open(request.out, verify=False)
+        publish(work, out, manifest, replace=request.replace)
+    return Bundle.open(out, verify=False)
 
 
 # -- pieces shared by targets ---------------------------------------------------------------------
+
+
+def reuse_weights(source: Path, work: Path, checkpoint: Checkpoint, precision: PrecisionPlan) -> None:
+    """Takes the weight files of a finished bundle over into `work`, by link where the file system has them.
+
+    Raises BundleError when that bundle is damaged, or of another checkpoint or precision.
+    """
+    given = Bundle.open(source)
+    manifest = given.manifest
+    if manifest.model.checkpoint != checkpoint.fingerprint():
+        raise BundleError(f"--reuse {source} was built from another checkpoint; leave --reuse out.")
+    if manifest.precision_plan.to_json() != precision.to_json():
+        raise BundleError(f"--reuse {source} has other precisions ({manifest.precision_plan.name}); leave --reuse out.")
+    for name in manifest.files:
+        place = work / name
+        if not name.endswith(".safetensors") or place.exists():
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            place.hardlink_to(given.directory / name)
+        except OSError:  # another file system, or one without links
+            partial = place.with_name(f"{place.name}.copy")
+            shutil.copyfile(given.directory / name, partial)
+            partial.replace(place)
+
+
+def output_path(path: Path) -> Path:
+    """The bundle's place: a link's target, and a name where `.` or `..` was given."""
+    return path.resolve() if path.is_symlink() or path.name in ("", "..") else path
 
 
 def check_block_sizes(asked: Collection[int]) -> tuple[int, ...]:
@@ -144,7 +207,10 @@ def check_context(config: ModelConfig, asked: int | None) -> int:
 
 
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
-    """The checkpoint's tokenizer, None when it has none. Raises CheckpointError when it doesn't fit the model."""
+    """The checkpoint's tokenizer, None when it has none.
+
+    Raises CheckpointError when it doesn't fit the model, BundleError when it or the chat template can't be read.
+    """
     if not (directory / "tokenizer.json").is_file():
         return None
     tokenizer = Tokenizer.load(directory)
@@ -153,6 +219,7 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
             f"{directory / 'tokenizer.json'} has {tokenizer.size} tokens and the model's vocabulary {config.vocab_size}; "
             "they are not of the same model."
         )
+    load_template(directory, tokenizer)  # refused now, not when the bundle is first loaded
     return tokenizer
 
 
@@ -181,7 +248,10 @@ def assumed_options(config: ModelConfig) -> dict[str, Any]:
 def decode_defaults(
     directory: Path, config: ModelConfig, precision: PrecisionPlan, block_sizes: tuple[int, ...], target: str = "cpu"
 ) -> dict[str, Any]:
-    """Decode options that a request does not give: the checkpoint's generation_config.json, else the model's own."""
+    """Decode options that a request does not give: the checkpoint's generation_config.json, else the model's own.
+
+    Raises CheckpointError when no request could be honoured with them.
+    """
     path = directory / GENERATION_FILE
     given = read_json(path) if path.is_file() else {}
     names = ("threshold", "presence_penalty", "frequency_penalty", "repetition_penalty", "max_new_tokens")
@@ -192,6 +262,10 @@ def decode_defaults(
     defaults["coreset_top_p"] = config.coreset_top_p
     defaults["align_blocks"] = config.align_blocks
     defaults["mode"] = default_mode(config, target)
+    try:
+        DecodeOptions(**defaults)
+    except RequestError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     return defaults
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from clover.engines.lock import exclusive
 from clover.engines.manifest import MANIFEST, FileEntry, Manifest, read_manifest
-from clover.runtime.errors import BundleError
+from clover.runtime.errors import BundleError, CheckpointError
 
 _CHUNK = 8 * 2**20
 
@@ -69,18 +74,70 @@ def file_entry(path: Path, sha256: str | None = None) -> FileEntry:
     return FileEntry(bytes=path.stat().st_size, sha256=sha256 or hash_file(path))
 
 
-def publish(work: Path, out: Path, *, replace: bool) -> None:
-    """Renames the finished directory `work` to `out`. A bundle that stood there before goes only after that."""
-    if not out.exists():
-        work.rename(out)
-        return
-    if not replace:
-        raise BundleError(f"{out} already exists; give another path or --force to replace it.")
+@contextmanager
+def working_directory(out: Path, *, replace: bool) -> Iterator[Path]:
+    """`.NAME.partial` beside `out`, where a bundle grows; no other build works there meanwhile.
+
+    It stays behind when the build is interrupted or the disk is full, for the next build to go on; a damaged
+    checkpoint leaves nothing. Raises BundleError when it can't be written, or another build is at work.
+    """
+    work = out.with_name(f".{out.name}.partial")
+    busy = f"another build is writing {out}; wait for it or give another path."
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(out.with_name(f".{out.name}.lock"), busy):
+            check_output(out, replace=replace)  # another build may have finished since
+            work.mkdir(exist_ok=True)
+            (work / MANIFEST).unlink(missing_ok=True)  # so that it is no bundle until its last file is written
+            try:
+                yield work
+            except CheckpointError:
+                shutil.rmtree(work, ignore_errors=True)
+                raise
+    except OSError as error:
+        where = error.filename or out
+        raise BundleError(
+            f"{where} can't be written ({error.strerror or error}); check permissions and space."
+        ) from None
+
+
+def publish(work: Path, out: Path, manifest: Manifest, *, replace: bool) -> None:
+    """Renames the finished directory `work` to `out`, without what the manifest does not list.
+
+    A bundle that stood at `out` is replaced in one step where the system can exchange two names (Linux).
+    """
+    listed = {MANIFEST, *manifest.files}
+    for path in sorted(work.rglob("*"), reverse=True):
+        if path.is_dir():
+            with suppress(OSError):  # not empty
+                path.rmdir()
+        elif path.relative_to(work).as_posix() not in listed:
+            path.unlink()
     old = out.with_name(f".{out.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
-    out.rename(old)
-    work.rename(out)
+    check_output(out, replace=replace)
+    if not out.exists():
+        work.rename(out)
+    elif _exchange(work, out):
+        work.rename(old)
+    else:
+        out.rename(old)
+        work.rename(out)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swaps two names atomically (Linux's renameat2 with RENAME_EXCHANGE); False where that can't be done."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    try:
+        call = ctypes.CDLL(None).renameat2
+    except AttributeError:  # an old C library
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(call(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
 
 
 def check_output(out: Path, *, replace: bool) -> None:
@@ -89,7 +146,3 @@ def check_output(out: Path, *, replace: bool) -> None:
         raise BundleError(f"{out} already exists; give another path or --force to replace it.")
     if out.exists() and not (out / MANIFEST).is_file():
         raise BundleError(f"{out} exists and is not a bundle, so --force will not replace it; give another path.")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BundleError(f"{out.parent} can't be created ({error.strerror}); give another path.") from None
