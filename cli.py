@@ -76,7 +76,16 @@ def build(
     block_size: Annotated[
         list[int] | None, typer.Option(help="Block sizes to serve (repeatable); default all.")
     ] = None,
-    max_context: Annotated[int | None, typer.Option(help="Longest context in tokens; default the model's.")] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Longest context in tokens; default the model's, on a GPU at most 8192.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Replies a GPU engine decodes at once.")] = 1,
+    resident_experts: Annotated[
+        int | None, typer.Option(help="Most routed experts kept on the card; default as many as fit.")
+    ] = None,
+    reuse: Annotated[
+        Path | None, typer.Option(help="A bundle of the same checkpoint and precision whose weights are taken over.")
+    ] = None,
     with_logits: Annotated[
         bool, typer.Option("--with-logits", help="Also give logits out (for `clover logits`).")
     ] = False,
@@ -112,6 +121,9 @@ def build(
         exact_activations=exact_activations,
         replace=force,
         ignore_fields=tuple(ignore_config_field or ()),
+        sequences=sequences,
+        resident_experts=resident_experts,
+        reuse=reuse,
     )
     with Progress("building", " weights", quiet=as_json) as progress:
         bundle = build_target(request, progress)

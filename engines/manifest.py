@@ -54,6 +54,34 @@ class Graph(_Part):
     accuracy_level: int
 
 
+class Engine(_Part):
+    """A GPU engine for the target's card generation, and the shapes it takes.
+
+    `sequences`, `max_rows`: slots and rows per sequence of a step. `capacity`: tokens of a slot's KV cache, the rows of
+    a step included. `logit_rows`, `candidates`, `adjusted`: most rows with candidates, candidates, and adjusted ids.
+    `layers` lists the network's layers. `fingerprint` stands for everything it was made from.
+    """
+
+    file: str
+    layers: str
+    sequences: int
+    max_rows: int
+    prefill_chunk: int
+    capacity: int
+    logit_rows: int
+    candidates: int
+    adjusted: int
+    fingerprint: str
+
+
+class Kernels(_Part):
+    """One custom operator's compiled kernels: `sha256` of all of them, and their files (NAME.cubin and NAME.json)."""
+
+    sha256: str
+    nodes: int
+    names: tuple[str, ...]
+
+
 class Manifest(_Part):
     """Everything the runtime must know of a bundle."""
 
@@ -72,7 +100,8 @@ class Manifest(_Part):
     options: dict[str, Any] = Field(description="assumptions about the model that are not public, as built")
     defaults: dict[str, Any] = Field(description="decode options a request does not give")
     graph: Graph
-    kernels: dict[str, Any] = Field(default_factory=dict, description="plugin and kernel hashes of GPU engines")
+    engines: tuple[Engine, ...] = Field(default=(), description="GPU engines; `graph` runs without them")
+    kernels: dict[str, Kernels] = Field(default_factory=dict, description="custom operators' kernels of GPU engines")
     files: dict[str, FileEntry]
 
     @property

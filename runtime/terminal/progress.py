@@ -11,7 +11,10 @@ PLAIN_INTERVAL = 5.0  # seconds between plain lines
 
 
 class Progress:
-    """Call it with (what, done, total). Writes to stderr, so that stdout stays the command's result."""
+    """Call it with (what, done, total); a total of 0 is a phase without a measure.
+
+    Writes to stderr, so that stdout stays the command's result.
+    """
 
     def __init__(self, title: str, unit: str, *, quiet: bool = False) -> None:
         self._title, self._unit, self._quiet = title, unit, quiet
@@ -46,6 +49,9 @@ class Progress:
             self._bar.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        if not total:
+            self._phase(what)
+            return
         now = time.monotonic()
         speed = done / max(now - self._start, 1e-9)
         if self._bar:
@@ -64,6 +70,12 @@ class Progress:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _phase(self, what: str) -> None:
+        if self._bar:
+            self._bar.update(self._task, total=None, description=f"{self._title}: {what}", rate="")
+        elif not self._quiet:
+            print(f"{self._title}: {what}", file=sys.stderr, flush=True)
 
 
 def human(value: float) -> str:

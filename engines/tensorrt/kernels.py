@@ -1,0 +1,98 @@
+"""Which kernels an engine's plugins launch, compiled for one card generation into the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from clover.exporter.config import ModelConfig
+from clover.plugins.bidirectional_gdn.plugin import PLUGIN as GDN
+from clover.plugins.kernels.cubin import Cubin
+from clover.plugins.kernels.launch import KernelLibrary
+from clover.plugins.kernels.plan import Kernel
+from clover.plugins.moe_coreset_routing.plugin import PLUGIN as ROUTING
+from clover.plugins.moe_experts.plugin import PLUGIN as EXPERTS
+from clover.plugins.op_spec import DOMAIN
+from clover.plugins.tensorrt_plugin import PluginHost, PluginOp, kernels_digest
+from clover.runtime.errors import BundleError
+
+OPERATORS: tuple[PluginOp, ...] = (GDN, ROUTING, EXPERTS)
+
+
+@dataclass(frozen=True)
+class OperatorKernels:
+    """One operator in a graph: how many nodes, and its kernels by file stem."""
+
+    count: int
+    cubins: tuple[Cubin, ...]
+
+    @property
+    def digest(self) -> str:
+        return kernels_digest(self.cubins)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.cubins)
+
+
+def operator_kernels(model: onnx.ModelProto, config: ModelConfig) -> dict[str, tuple[int, tuple[Kernel, ...]]]:
+    """Operator -> (nodes, kernels) of a GPU step graph."""
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        GDN.name: [(1, 1, config.conv_channels), *[(1,)] * 4, (config.conv_channels, config.linear_conv_kernel_dim)],
+        ROUTING.name: [(1, 1, config.num_experts)],
+        EXPERTS.name: [(1, config.hidden_size), (1, config.num_experts), (4, config.num_experts)],
+    }
+    found: dict[str, tuple[int, tuple[Kernel, ...]]] = {}
+    for op in OPERATORS:
+        nodes = [n for n in model.graph.node if n.domain == DOMAIN and n.op_type == op.name]
+        kernels: dict[Kernel, None] = {}
+        for node in nodes:
+            values = {a.name: a.f if a.type == onnx.AttributeProto.FLOAT else a.i for a in node.attribute}
+            kernels.update(dict.fromkeys(op.kernels(op.attributes(values), shapes[op.name])))
+        if nodes:
+            found[op.name] = (len(nodes), tuple(kernels))
+    return found
+
+
+def compile_operators(
+    needed: dict[str, tuple[int, tuple[Kernel, ...]]],
+    sm: int,
+    directory: Path,
+    progress: Callable[[str], None] = lambda name: None,
+    reuse: Path | None = None,
+) -> dict[str, OperatorKernels]:
+    """Compiles every operator's kernels into `directory` as NAME.cubin and NAME.json.
+
+    Those that lie there already, or in `reuse`, are taken when they were compiled from the same sources with the same
+    compiler. Raises CloverError when Triton is missing or a kernel can't be compiled for the card.
+    """
+    from clover.plugins.kernels.compile import compile_kernel
+
+    compiled = {}
+    for name, (count, kernels) in needed.items():
+        cubins = []
+        for kernel in kernels:
+            progress(kernel.function)
+            cubins.append(compile_kernel(kernel, sm, cache=reuse))
+            cubins[-1].write(directory)
+        compiled[name] = OperatorKernels(count, tuple(cubins))
+    return compiled
+
+
+def load_host(directory: Path, names: dict[str, tuple[str, ...]]) -> PluginHost:
+    """The compiled kernels in `directory` for plugins to launch. Raises BundleError when one is missing or damaged."""
+    cubins = {op: [Cubin.read(directory / f"{stem}.json") for stem in stems] for op, stems in names.items()}
+    library = KernelLibrary([c for group in cubins.values() for c in group])
+    return PluginHost(library, {op: kernels_digest(group) for op, group in cubins.items()})
+
+
+def check_kernels(cubins: list[Cubin], sm: int) -> None:
+    """Raises BundleError naming a kernel that does not run on compute capability sm / 10."""
+    for cubin in cubins:
+        if not cubin.runs_on(sm // 10, sm % 10):
+            raise BundleError(
+                f"kernel {cubin.name} is compiled for {cubin.target}, and the engine is for SM {sm}; build the bundle again"
+            )
