@@ -22,6 +22,7 @@ from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions, make_options
 from clover.runtime.reply import Reply, ReplyFinished, ReplyStatistics, StreamItem
 from clover.runtime.session import StepSession
+from clover.runtime.speculative import SpeculativeDecoder
 from clover.runtime.text.chat_template import ChatTemplate
 from clover.runtime.text.reply import ReplyEvent, ReplyParser, collect_reply
 from clover.runtime.text.tokenizer import Tokenizer, check_prompt
@@ -155,6 +156,8 @@ class Clover:
         common = {"eos_ids": manifest.eos_token_ids, "vocab_size": config.vocab_size, "limit": limit}
         if options.mode == "autoregressive":
             return AutoregressiveDecoder(prompt, options, **common)  # type: ignore[arg-type]
+        if options.mode == "self-speculative":
+            return SpeculativeDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
         return FillDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
 
     def close(self) -> None:

@@ -54,6 +54,8 @@ class DecodeCounts:
     steps: int = 0  # steps that could produce response tokens
     blocks: int = 0  # blocks begun
     ramp_bias: float = 0.0
+    drafted: int = 0  # tokens that a causal pass checked; 0 in modes that don't draft
+    accepted: int = 0  # of them, those it kept
 
 
 class Decoder(Protocol):

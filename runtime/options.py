@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from clover.runtime.errors import RequestError
 
-Mode = Literal["fill", "autoregressive"]
+Mode = Literal["fill", "autoregressive", "self-speculative"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_STOPS = 16
 MAX_LOGPROBS = 20

@@ -32,6 +32,21 @@ class PenaltyState:
         """The length ramp's bias in force; 0 while the reply is short."""
         return self._ramp
 
+    @property
+    def penalised(self) -> bool:
+        """Whether a token in the response changes the logits of later rows."""
+        return self._penalised
+
+    def of(self, token: int, *, ramp: float | None = None) -> tuple[float, float]:
+        """(scale, bias) of one token id as things stand; `ramp`: the length ramp's bias, if not the one in force."""
+        o, count = self._options, self._counts.get(token, 0)
+        bias = float(o.logit_bias.get(token, 0.0))
+        if token in self._ending_ids:
+            bias += self._ramp if ramp is None else ramp
+        if not count:
+            return 1.0, bias
+        return o.repetition_penalty, bias - o.presence_penalty - o.frequency_penalty * count
+
     def add(self, tokens: Iterable[int]) -> None:
         """Tokens that were filled or generated."""
         if self._penalised:
@@ -52,6 +67,12 @@ class PenaltyState:
             self._adjustment = self._build()
             self._stale = False
         return self._adjustment
+
+    def without(self, tokens: Iterable[int]) -> Adjustment:
+        """The adjustment with the entries of `tokens` left out."""
+        whole = self.adjustment()
+        keep = ~np.isin(whole.ids, np.fromiter(tokens, np.int64))
+        return Adjustment(whole.ids[keep], whole.scale[keep], whole.bias[keep])
 
     def _build(self) -> Adjustment:
         o = self._options

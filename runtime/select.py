@@ -27,9 +27,16 @@ def choose_tokens(candidates: Candidates, options: DecodeOptions, rng: np.random
     """
     if options.temperature == 0.0:
         return candidates.ids[:, 0].copy(), candidates.logprobs[:, 0].copy()
+    return sample_tokens(candidates, options, rng.random(len(candidates.ids)))
+
+
+def sample_tokens(
+    candidates: Candidates, options: DecodeOptions, uniform: npt.NDArray[np.float64]
+) -> tuple[Ints, Floats]:
+    """`choose_tokens` above temperature 0, with the rows' numbers `uniform` [R] in [0, 1) already drawn."""
     weights = sampling_weights(candidates.scores, options.temperature, options.top_k, options.top_p)  # [R, K]
     cumulative = np.cumsum(weights, axis=1)
-    draw = rng.random(len(weights))[:, None] * cumulative[:, -1:]
+    draw = uniform[:, None] * cumulative[:, -1:]
     column = np.minimum((cumulative <= draw).sum(axis=1), weights.shape[1] - 1)
     row = np.arange(len(weights))
     return candidates.ids[row, column], candidates.logprobs[row, column]

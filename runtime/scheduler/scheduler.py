@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clover.runtime.scheduler.cache import ConversationCache, turn_borders
 from clover.runtime.scheduler.job import Job, Outcome
@@ -225,7 +225,7 @@ class Scheduler:
     def _keep(self, slot: int, job: Job) -> None:
         """Keeps the slot's state: it holds exactly the tokens the job has committed."""
         if not self.cache.holds(job.committed):
-            self.cache.keep(job.committed, self._session.snapshot(slot))
+            self.cache.keep(job.committed, replace(self._session.snapshot(slot), before=None))
         job.kept = len(job.committed)
 
     def _end(self, slot: int, job: Job, outcome: Outcome) -> None:
