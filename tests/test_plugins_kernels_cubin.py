@@ -13,6 +13,7 @@ from clover.plugins.bidirectional_gdn import kernel_launch as gdn
 from clover.plugins.bidirectional_gdn.spec import GatedDeltaNetAttributes
 from clover.plugins.kernels.compile import ARCHITECTURES, compile_kernel, compile_kernels
 from clover.plugins.kernels.cubin import SHARED_MEMORY_LIMIT, Cubin
+from clover.plugins.kernels.model_kernels import full_model_kernels, table
 from clover.plugins.kernels.plan import Kernel
 from clover.plugins.moe_coreset_routing import kernel_launch as routing
 from clover.plugins.moe_coreset_routing.spec import CoresetAttributes
@@ -31,19 +32,6 @@ def small_kernels() -> list[Kernel]:
         routing.kernel(CoresetAttributes(2, 2), experts=16),
         *experts.kernels(shapes, tile_rows=32).all,
     ]
-
-
-def full_kernels() -> list[Kernel]:
-    """Every kernel of the full-size model, with INT4 and BF16 experts."""
-    found = [
-        *gdn.kernels(GatedDeltaNetAttributes(16, 32, 128, 128, 32, 128**-0.5)),
-        routing.kernel(CoresetAttributes(8, 8), experts=256),
-    ]
-    for group, weight in ((128, "u8"), (0, "bf16")):
-        shapes = experts.ExpertShapes(ExpertsAttributes(8, 512, group), 2048, 256, weight=weight)  # type: ignore[arg-type]
-        for rows in (32, 64):
-            found += experts.kernels(shapes, tile_rows=rows).all
-    return found
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +64,15 @@ def test_every_kernel_compiles(sm: int, cache: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_every_kernel_of_the_full_model_compiles(sm: int, cache: Path) -> None:
-    for cubin in compile_kernels(full_kernels(), sm, cache=cache):
+    for cubin in compile_kernels([kernel for _, kernel in full_model_kernels()], sm, cache=cache):
         check(cubin)
         assert cubin.spill_store_bytes <= 256, (cubin.name, cubin.spill_store_bytes)
+
+
+@pytest.mark.slow
+def test_the_documented_table_is_what_the_kernels_take(cache: Path) -> None:
+    document = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text()
+    assert table(ARCHITECTURES, cache) in document
 
 
 def test_compiling_again_gives_the_same_bytes() -> None:

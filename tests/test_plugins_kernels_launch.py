@@ -146,10 +146,13 @@ def test_large_shared_memory_is_asked_for() -> None:
     assert driver.attributes == [("convolve", "shared", 60_000), ("mix", "shared", 60_000)]
 
 
-def test_close_unloads_every_module() -> None:
+def test_load_loads_and_close_unloads_every_module_once() -> None:
     plan, driver = gdn_plan(), Driver()
     loaded = library(plan, driver)
+    loaded.load()
+    assert driver.images == [b"convolve", b"mix"] and not driver.launches
     loaded.prepare(plan).launch(addresses(plan), 0, 0)
+    assert len(driver.images) == 2
     loaded.close()
     assert driver.images == []
 

@@ -4,12 +4,12 @@ Written against the driver API's documentation and tested with a stand-in driver
 
 Pointers and streams are plain integers, which is what TensorRT's `IPluginV3.enqueue` hands over:
 
-    library = KernelLibrary(cubins)                      # once; loads on the first launch, in the current context
+    library = KernelLibrary(cubins)                      # once; loads in the context current at load() or first launch
     prepared = library.prepare(plan)                     # once per shape (on_shape_change)
     prepared.launch({"qkv": inputs[0], …}, workspace, stream)    # enqueue
 
-A launch only queues work: nothing is allocated, copied or waited for, so it may be captured in a CUDA graph. Do one
-launch outside of capture first, because that is when modules are loaded.
+A launch only queues work: nothing is allocated, copied or waited for, so it may be captured in a CUDA graph, once the
+modules are loaded: `library.load()`, or a first launch outside of capture.
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ class KernelLibrary:
                 )
         return PreparedPlan(self, plan)
 
+    def load(self) -> None:
+        """Loads every kernel in the current context, so that no launch has to: modules can't be loaded in a capture."""
+        for kernel in self._cubins:
+            self.function(kernel)
+
     def cubin(self, kernel: Kernel) -> Cubin:
+        """The compiled form of a kernel; KeyError when the library lacks it."""
         return self._cubins[kernel]
 
     @property
