@@ -29,12 +29,15 @@ class Bundle:
     def open(cls, directory: str | Path, *, verify: bool = True) -> Bundle:
         """Reads the manifest and checks every file's size and, unless `verify` is False, its hash.
 
-        Raises BundleError naming the first file that is missing, of another size or changed.
+        Raises BundleError naming the first file that is missing, of another size, changed, or laid in later.
         """
         root = Path(directory)
         manifest = read_manifest(root)
         for name, entry in manifest.files.items():
             _check_file(root / name, entry, verify)
+        for path in root.glob("tokenizer/*.j*"):  # read by name, so one laid in later would count
+            if path.relative_to(root).as_posix() not in manifest.files:
+                raise BundleError(f"{path} is not part of the bundle; remove it, or build the bundle again with it.")
         return cls(root, manifest)
 
     @property
