@@ -31,7 +31,7 @@ BundlePath = Annotated[Path, typer.Argument(help="A bundle made by `clover build
 
 def fail(message: str, code: int = 2) -> typer.Exit:
     """One sentence on stderr and an exit code."""
-    print(f"clover: {message}", file=sys.stderr)
+    print("clover:", " ".join(message.splitlines()), file=sys.stderr)
     return typer.Exit(code)
 
 
@@ -192,7 +192,10 @@ def run(
         "stop": tuple(stop) if stop else None,
     }
     load = {"max_context": max_context, "threads": threads, "cache": cache}
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as error:
+        raise CloverError(f"standard input is not UTF-8 text ({error}); convert it first.") from None
     run_prompt(bundle, text, options, load, raw=raw, thinking=thinking, show_steps=show_steps, as_json=as_json)
 
 
