@@ -9,12 +9,17 @@ from functools import lru_cache
 from typing import Any
 
 import engine_support
+import numpy as np
+import uvicorn
 
 from clover.engines.open import open_session
 from clover.runtime.clover import Clover
 from clover.runtime.decoder import DecodeEvent, TokensEvent
 from clover.runtime.scheduler.job import Job, Outcome
-from clover.runtime.session import StepSession
+from clover.runtime.server.app import create_app
+from clover.runtime.server.service import Service
+from clover.runtime.server.settings import ServeSettings
+from clover.runtime.session import Candidates, SequenceRows, StateSnapshot, StepSession
 from clover.runtime.text.chat_template import ChatTemplate
 
 
@@ -75,6 +80,76 @@ def job_for(engine: Clover, prompt: Sequence[int], **options: Any) -> tuple[Job,
     owner = Owner()
     decoder = engine.decoder(prompt, chosen)
     return Job(decoder, list(prompt), owner, full_rows=2 * chosen.block_size), owner
+
+
+class ScriptedSession:
+    """Replies what `script` says to the tokens of a prompt, every position sure. For fill decoding, without a cache."""
+
+    def __init__(self, script: Callable[[list[int]], list[int]], sequences: int = 2, max_context: int = 2048) -> None:
+        self.sequences, self.max_context, self.max_rows = sequences, max_context, 256
+        self._script = script
+        self._held: list[list[int]] = [[] for _ in range(sequences)]
+        self._replies: list[tuple[int, list[int]] | None] = [None] * sequences
+
+    def position(self, slot: int) -> int:
+        return len(self._held[slot])
+
+    def reset(self, slot: int) -> None:
+        self._held[slot], self._replies[slot] = [], None
+
+    def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
+        return [self._one(r, candidates) for r in rows]
+
+    def _one(self, r: SequenceRows, k: int) -> Candidates:
+        held = self._held[r.slot]
+        held += r.tokens[: r.commit].tolist()
+        if len(r.logit_rows) and self._replies[r.slot] is None:
+            self._replies[r.slot] = len(held), self._script(list(held))
+        ids = np.zeros((len(r.logit_rows), k), np.int64)
+        for i, row in enumerate(r.logit_rows.tolist()):
+            start, reply = self._replies[r.slot] or (0, [])
+            place = len(held) + row - r.commit - start
+            ids[i, 0] = reply[place] if place < len(reply) else 0
+        logprobs = np.full(ids.shape, -0.01, np.float32)
+        return Candidates(ids, logprobs, logprobs)
+
+    def snapshot(self, slot: int) -> StateSnapshot:
+        return StateSnapshot(len(self._held[slot]), {"held": np.array(self._held[slot]), "slot": np.array(slot)})
+
+    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+        self._held[slot] = snapshot.tensors["held"].tolist()
+        self._replies[slot] = self._replies[int(snapshot.tensors["slot"])]
+
+    def close(self) -> None:
+        pass
+
+
+class RunningServer:
+    """A server in a thread of this process."""
+
+    def __init__(self, engine: Clover, **settings: Any) -> None:
+        self.service = Service(engine, ServeSettings(port=0, **settings))
+        config = uvicorn.Config(
+            create_app(self.service), port=0, log_config=None, access_log=False, lifespan="on", ws="none"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> RunningServer:
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    def wait_idle(self) -> None:
+        """Every slot and every place in the queue is free again."""
+        wait_until(lambda: self.service.scheduler.live == self.service.scheduler.queued == 0)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

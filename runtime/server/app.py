@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from clover.runtime.errors import CloverError
-from clover.runtime.server import chat, completions, sse
+from clover.runtime.server import chat, completions, messages, responses, sse
 from clover.runtime.server.body import read_json
 from clover.runtime.server.errors import ApiError, api_error
 from clover.runtime.server.generation import Generation, collect
@@ -74,6 +74,27 @@ def _add_generating(app: FastAPI, service: Service) -> None:
             return await _streamed(request, service, generation, completions.stream(asked, generation, tokenizer))
         choices = await _answered(request, service, generation, collect(generation))
         return _json(completions.whole(asked, choices, generation.usage, tokenizer))
+
+    @app.post("/v1/responses")
+    async def make_response(request: Request) -> Response:
+        asked = await _check(request, service, responses.parse)
+        generation = service.start(asked.ask)
+        if asked.stream:
+            return await _streamed(request, service, generation, responses.stream(asked, generation))
+        return _json(await _answered(request, service, generation, responses.whole(asked, generation)))
+
+    @app.post("/v1/messages")
+    async def make_message(request: Request) -> Response:
+        asked = await _check(request, service, messages.parse)
+        generation = service.start(asked.ask)
+        if asked.stream:
+            return await _streamed(request, service, generation, messages.stream(asked, generation))
+        (choice,) = await _answered(request, service, generation, collect(generation))
+        return _json(messages.whole(asked, choice, generation.usage))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        return _json(await _check(request, service, messages.count_tokens))
 
 
 def _add_plain(app: FastAPI, service: Service) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -61,13 +62,20 @@ def parse_json(raw: bytes) -> Any:
                     raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels.")
             elif match[0] in "]}":
                 depth -= 1
-        return json.loads(text, parse_constant=_no_constants)
+        return json.loads(text, parse_constant=_no_constants, parse_float=_finite)
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8.") from None
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}.") from None
     except (ValueError, RecursionError) as error:  # NaN, numbers of thousands of digits
         raise ApiError(400, f"the body is not JSON that can be read: {str(error)[:100]}.") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
 
 
 def _no_constants(name: str) -> NoReturn:

@@ -12,7 +12,8 @@ from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
-from clover.runtime.server.generation import Choice, Ended, Generation, Piece, Usage, new_id
+from clover.runtime.server.generation import Choice, Ended, Generation, Piece, Usage
+from clover.runtime.server.parts import new_id
 from clover.runtime.server.request import (
     MAX_CHOICES,
     Ask,
@@ -157,14 +158,14 @@ def whole(request: ChatRequest, choices: Sequence[Choice], usage: Usage, tokeniz
 
 def _choice(index: int, choice: Choice, logprobs: bool, tokenizer: Tokenizer) -> dict[str, Any]:
     assert choice.end is not None
-    content, reasoning = choice.joined("text"), choice.joined("reasoning")
-    message: dict[str, Any] = {"role": "assistant", "content": content if content or not choice.calls else None}
+    content, reasoning = choice.parts.joined("text"), choice.parts.joined("reasoning")
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not choice.parts.calls else None}
     if reasoning:
         message["reasoning_content"] = reasoning
-    if choice.calls:
+    if choice.parts.calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
-            for call in choice.calls
+            for call in choice.parts.calls
         ]
     return {
         "index": index,

@@ -13,7 +13,8 @@ from clover.runtime.server import sse
 from clover.runtime.server.chat import step_json, stream_fields, token_limit, usage_json
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
-from clover.runtime.server.generation import Choice, Ended, Generation, Usage, new_id
+from clover.runtime.server.generation import Choice, Ended, Generation, Usage
+from clover.runtime.server.parts import new_id
 from clover.runtime.server.request import (
     MAX_CHOICES,
     Ask,
@@ -99,7 +100,7 @@ def whole(request: CompletionRequest, choices: Sequence[Choice], usage: Usage, t
     for i, choice in enumerate(choices):
         assert choice.end is not None
         logprobs = _Logprobs(tokenizer).take(choice.tokens) if request.logprobs else None
-        items.append(_item(i, choice.joined("text"), choice.end.reason, logprobs))
+        items.append(_item(i, choice.parts.joined("text"), choice.end.reason, logprobs))
     return {**_head(request.model), "choices": items, "usage": usage_json(usage)}
 
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from clover.runtime.decoder import DecodeEvent, Decoder, StepEvent, TokenInfo
 from clover.runtime.scheduler.job import Job, Outcome
 from clover.runtime.scheduler.scheduler import Scheduler
 from clover.runtime.server.errors import outcome_error
+from clover.runtime.server.parts import Parts
 from clover.runtime.text.finish import FinishReason
-from clover.runtime.text.reply import (
-    Finished,
-    FunctionArgumentsDelta,
-    FunctionCallStarted,
-    ReplyEvent,
-    ReplyParser,
-)
+from clover.runtime.text.reply import Finished, ReplyEvent, ReplyParser
 from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
 
 
@@ -94,6 +87,11 @@ class Generation:
     def post(self, item: Piece | Ended | _Broken) -> None:
         """Hands an item over, from any thread."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens of the first choice that came from the conversation cache; known from its first item on."""
+        return self._jobs[0].cached_tokens
 
     @property
     def choices(self) -> int:
@@ -224,46 +222,12 @@ def _append(texts: list[ReplyEvent], event: ReplyEvent) -> None:
 
 
 @dataclass
-class Part:
-    """A stretch of a reply: text, reasoning, or a function call (`text` is then its arguments)."""
-
-    kind: Literal["text", "reasoning", "call"]
-    text: str = ""
-    name: str = ""
-    id: str = ""
-
-
-@dataclass
 class Choice:
     """A whole choice."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: Parts = field(default_factory=Parts)
     tokens: list[TokenInfo] = field(default_factory=list)
     end: Ended | None = None
-
-    def add(self, events: Iterable[ReplyEvent]) -> None:
-        for event in events:
-            kind = part_kind(event)
-            if isinstance(event, FunctionCallStarted):
-                self.parts.append(Part("call", name=event.name, id=new_id("call_")))
-            elif not self.parts or self.parts[-1].kind != kind:
-                self.parts.append(Part(kind))
-            if not isinstance(event, FunctionCallStarted | Finished):
-                self.parts[-1].text += event.text
-
-    def joined(self, kind: Literal["text", "reasoning"]) -> str:
-        return "".join(part.text for part in self.parts if part.kind == kind)
-
-    @property
-    def calls(self) -> list[Part]:
-        return [part for part in self.parts if part.kind == "call"]
-
-
-def part_kind(event: ReplyEvent) -> Literal["text", "reasoning", "call"]:
-    """The kind of part an event belongs to."""
-    if isinstance(event, ReasoningDelta):
-        return "reasoning"
-    return "call" if isinstance(event, FunctionCallStarted | FunctionArgumentsDelta) else "text"
 
 
 async def collect(generation: Generation) -> list[Choice]:
@@ -273,12 +237,8 @@ async def collect(generation: Generation) -> list[Choice]:
         choice = choices[item.choice]
         if isinstance(item, Ended):
             choice.end = item
+            choice.parts.finish()
         else:
-            choice.add(item.events)
+            choice.parts.feed(item.events)
             choice.tokens += item.tokens
     return choices
-
-
-def new_id(prefix: str) -> str:
-    """An id nobody can guess."""
-    return prefix + secrets.token_hex(12)

@@ -1,0 +1,213 @@
+"""Anthropic's messages API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from clover.runtime.errors import RequestError
+from clover.runtime.server import sse
+from clover.runtime.server.chat import token_limit
+from clover.runtime.server.errors import ApiError
+from clover.runtime.server.fields import Fields
+from clover.runtime.server.generation import Choice, Ended, Generation, Usage
+from clover.runtime.server.message_input import chat_messages
+from clover.runtime.server.parts import Move, Part, Parts, new_id
+from clover.runtime.server.request import (
+    Ask,
+    decode_fields,
+    function_tool,
+    logit_bias,
+    renamed,
+    stop_strings,
+    thinking_flag,
+    timeout_field,
+)
+from clover.runtime.server.service import Service
+
+
+@dataclass(frozen=True)
+class MessageRequest:
+    """A checked request."""
+
+    ask: Ask
+    model: str
+    stream: bool
+
+
+def parse(body: Any, service: Service) -> MessageRequest:
+    """Raises RequestError or ApiError for the first field that can't be honoured."""
+    f = Fields(body)
+    model = service.check_model(f)
+    given = decode_fields(f)
+    given["logit_bias"], given["stop"] = logit_bias(f), stop_strings(f, "stop_sequences")
+    _, given["max_new_tokens"] = token_limit(f, "max_tokens")
+    if given["max_new_tokens"] is None:
+        raise f.refuse("max_tokens", "is missing; give the longest reply in tokens.")
+    stream = f.boolean("stream")
+    timeout = timeout_field(f, service.settings.request_timeout)
+    use_cache = f.boolean("cache_prompt", True)
+    f.only("service_tier", "auto", "standard_only", why="there is one tier.")
+    f.labels("metadata")
+    ids, tools, opens_thinking = _prompt(f, service)
+    try:
+        options = service.engine.options(**given)
+    except RequestError as error:
+        raise renamed(error, {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}) from None
+    ask = Ask(
+        [ids],
+        options,
+        "messages",
+        tools=tools,
+        parse_thinking=True,
+        starts_in_thinking=opens_thinking,
+        timeout=timeout,
+        use_cache=use_cache,
+    )
+    return MessageRequest(ask, model, stream)
+
+
+def count_tokens(body: Any, service: Service) -> dict[str, int]:
+    """The answer of /v1/messages/count_tokens."""
+    f = Fields(body)
+    service.check_model(f)
+    ids, _, _ = _prompt(f, service)
+    return {"input_tokens": len(ids)}
+
+
+def _prompt(f: Fields, service: Service) -> tuple[list[int], list[dict[str, Any]], bool]:
+    """(token ids, tools, whether the reply starts with reasoning). Refuses every field left."""
+    thinking = _thinking(f)
+    tools = _tools(f)
+    f.labels("cache_control")  # the conversation cache needs no hints
+    messages = chat_messages(f.need("messages"), f.take("system"))
+    f.close()
+    ids, opens_thinking = service.chat_prompt(messages, tools, thinking)
+    return ids, tools, opens_thinking
+
+
+def _thinking(f: Fields) -> bool | None:
+    own = thinking_flag(f)
+    given = f.object("thinking")
+    kind = given.text("type")
+    given.only("budget_tokens", why="reasoning can't be held to a budget; use {'type': 'adaptive'} and max_tokens.")
+    given.close()
+    if kind is None:
+        return own
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise given.refuse("type", f"is {kind[:40]!r}; it must be enabled, adaptive or disabled.")
+    return kind != "disabled"
+
+
+def _tools(f: Fields) -> list[dict[str, Any]]:
+    tools = []
+    for i, item in enumerate(f.items("tools")):
+        tool = Fields(item, f"tools[{i}]")
+        if (tool.text("type") or "custom") != "custom":
+            raise tool.refuse("type", "must be 'custom'; the server runs no tools itself.")
+        tool.only("strict", False, why="arguments are not constrained to the schema.")
+        tool.labels("cache_control")
+        schema = tool.need("input_schema")
+        tools.append(function_tool(tool.take("name"), tool.take("description"), schema, f"tools[{i}]"))
+        tool.close()
+    choice = f.object("tool_choice")
+    kind = choice.text("type") or "auto"
+    choice.only("disable_parallel_tool_use", False, why="the model alone decides how many calls it makes.")
+    choice.close()
+    if kind not in ("auto", "none"):
+        raise choice.refuse("type", "can be 'auto' or 'none'; a call can't be forced.")
+    return tools if kind == "auto" else []
+
+
+# -- replies -------------------------------------------------------------------------------------
+
+
+def whole(request: MessageRequest, choice: Choice, usage: Usage) -> dict[str, Any]:
+    """The message object."""
+    assert choice.end is not None
+    return {
+        **_message(request.model),
+        "content": [_block(part) for part in choice.parts.all],
+        **_stop(choice.end),
+        "usage": _usage(usage),
+    }
+
+
+def _message(model: str) -> dict[str, Any]:
+    return {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.text, parse_int=_integer)}
+
+
+def _integer(text: str) -> int | str:
+    """An integer of a size that JSON readers take; what is larger stays text."""
+    return int(text) if len(text) < 1000 else text
+
+
+def _stop(end: Ended) -> dict[str, Any]:
+    if end.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_string}
+    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(end.reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic counts cached tokens apart from the input."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "blocks": usage.blocks,
+        "steps": usage.steps,
+        "tokens_per_step": usage.tokens_per_step,
+    }
+
+
+async def stream(request: MessageRequest, generation: Generation) -> AsyncIterator[bytes]:
+    """The message as server-sent events."""
+    usage = _usage(Usage(prompt_tokens=len(request.ask.prompts[0]), cached_tokens=generation.cached_tokens))
+    start = {**_message(request.model), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    yield sse.event({"type": "message_start", "message": start}) + sse.event({"type": "ping"})
+    parts = Parts()
+    try:
+        async for item in generation:
+            if not isinstance(item, Ended):
+                if item.events:
+                    yield b"".join(map(_move, parts.feed(item.events)))
+                continue
+            last = {"type": "message_delta", "delta": _stop(item), "usage": _usage(generation.usage)}
+            yield b"".join(map(_move, parts.finish())) + sse.event(last) + sse.event({"type": "message_stop"})
+    except ApiError as error:
+        yield sse.event(error.body("anthropic"))
+
+
+def _move(move: Move) -> bytes:
+    part, where = move.part, {"index": move.part.index}
+    if move.what == "open":
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if part.kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif part.kind == "call":
+            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+        return sse.event({"type": "content_block_start", **where, "content_block": block})
+    if move.what == "grow":
+        delta = {
+            "text": {"type": "text_delta", "text": move.text},
+            "reasoning": {"type": "thinking_delta", "thinking": move.text},
+            "call": {"type": "input_json_delta", "partial_json": move.text},
+        }[part.kind]
+        return sse.event({"type": "content_block_delta", **where, "delta": delta})
+    signature = b""
+    if part.kind == "reasoning":
+        delta = {"type": "signature_delta", "signature": ""}
+        signature = sse.event({"type": "content_block_delta", **where, "delta": delta})
+    return signature + sse.event({"type": "content_block_stop", **where})
