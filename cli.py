@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -48,6 +49,9 @@ def sentence_on_error(verb: Callable[P, R]) -> Callable[P, R]:
             raise fail("interrupted.", 130) from None
         except MemoryError:
             raise fail("out of memory; close other programs or choose a smaller --max-context.") from None
+        except BrokenPipeError:  # the reader of our output has left: nobody to tell
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise fail(
