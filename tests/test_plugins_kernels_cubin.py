@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,20 @@ def test_every_kernel_compiles(sm: int, cache: Path) -> None:
     assert len({c.name for c in cubins}) == len(cubins) == 8
     for cubin in cubins:
         check(cubin)
+
+
+@pytest.mark.parametrize("sm", [80, 120])
+def test_expert_weights_are_loaded_sixteen_bytes_at_a_time(sm: int, cache: Path, tmp_path: Path) -> None:
+    """An address out of a table has no known alignment; without the kernels' promise, loads go byte by byte."""
+    from triton import knobs
+
+    for kernel in small_kernels():
+        if kernel.function in ("gate_up_product", "down_product"):
+            image, _ = compile_kernel(kernel, sm, cache=cache).write(tmp_path)
+            command = [knobs.nvidia.nvdisasm.path, "-c", str(image)]
+            code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            assert "LDGSTS.E.BYPASS.128" in code and "LDG.E.U8" not in code
+            assert "HMMA" in code
 
 
 @pytest.mark.slow
