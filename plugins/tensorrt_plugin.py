@@ -32,19 +32,17 @@ Shapes = Sequence[tuple[int, ...]]
 class PluginOp:
     """One operator as a plugin. Element types are TensorRT's names (BF16, FLOAT, INT64).
 
-    inputs, outputs: names and types in order; names are those of the launch plan. output_like: the input an output
-    takes its shape from; output_width: an output's last dimension where it differs from that, by the attributes.
-    aliased: output -> the input whose memory it shares. plan: attributes and input shapes -> launches. kernels: all
+    inputs, outputs: names and types in order; names are those of the launch plan. output_shapes: attributes and the
+    inputs' dimensions (opaque expressions) -> the outputs', where an int stands for itself. aliased: output -> the input whose memory it shares. plan: attributes and input shapes -> launches. kernels: all
     that the plans of any number of rows need, from attributes and the shapes of one step.
     """
 
     spec: OpSpec
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
-    output_like: Mapping[str, str]
+    output_shapes: Callable[[Any, Sequence[Sequence[Any]]], Sequence[Sequence[Any]]]
     plan: Callable[[Any, Shapes], Plan]
     kernels: Callable[[Any, Shapes], tuple[Kernel, ...]]
-    output_width: Callable[[Any], Mapping[str, int]] = lambda attributes: {}
     aliased: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -175,11 +173,12 @@ def _plugin_class(trt: Any, op: PluginOp, host: PluginHost) -> Any:
             return types[len(op.inputs) :]
 
         def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> Any:
-            widths, shapes = op.output_width(self.attributes), []
-            for name, _ in op.outputs:
-                shape = trt.DimsExprs(inputs[op.input_index(op.output_like[name])])
-                if name in widths:
-                    shape[len(shape) - 1] = builder.constant(widths[name])
+            given = [[shape[i] for i in range(len(shape))] for shape in inputs]
+            shapes = []
+            for dims in op.output_shapes(self.attributes, given):
+                shape = trt.DimsExprs(len(dims))
+                for i, d in enumerate(dims):
+                    shape[i] = builder.constant(d) if isinstance(d, int) else d
                 shapes.append(shape)
             return shapes
 

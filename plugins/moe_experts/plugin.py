@@ -1,6 +1,12 @@
-"""MoEExperts as a TensorRT plugin. Its weights are not in the engine: `expert_table` holds their addresses."""
+"""MoEExperts as a TensorRT plugin. Its weights are not in the engine: `expert_table` holds their addresses.
+
+Beside the op's output it gives out `counts` [E], how many rows chose each expert, which the kernels need anyway: it
+tells the runtime which experts are worth a place on the card.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from clover.plugins.kernels.plan import Kernel, Plan
 from clover.plugins.moe_experts.kernel_launch import ExpertShapes, kernels, plan
@@ -16,7 +22,8 @@ def _shapes(attributes: ExpertsAttributes, shapes: Shapes) -> ExpertShapes:
 
 
 def _plan(attributes: ExpertsAttributes, shapes: Shapes) -> Plan:
-    return plan(_shapes(attributes, shapes), rows=shapes[0][0])
+    whole = plan(_shapes(attributes, shapes), rows=shapes[0][0])
+    return replace(whole, buffers=tuple(b for b in whole.buffers if b.name != "counts"))
 
 
 def _kernels(attributes: ExpertsAttributes, shapes: Shapes) -> tuple[Kernel, ...]:
@@ -27,8 +34,8 @@ def _kernels(attributes: ExpertsAttributes, shapes: Shapes) -> tuple[Kernel, ...
 PLUGIN = PluginOp(
     spec=SPEC,
     inputs=(("hidden", "BF16"), ("router_logits", "FLOAT"), ("expert_table", "INT64")),
-    outputs=(("mixed", "BF16"),),
-    output_like={"mixed": "hidden"},
+    outputs=(("mixed", "BF16"), ("counts", "INT32")),
+    output_shapes=lambda attributes, given: (given[0], (given[2][1],)),
     plan=_plan,
     kernels=_kernels,
 )

@@ -126,8 +126,9 @@ class DeviceLayers:
 
     # -- experts -----------------------------------------------------------------------------
 
-    def moe(self, layer: int, hidden: str, top_p: str) -> str:
-        """Routed experts and the gated shared expert: normalised hidden [N, H] float32 -> [N, H] float32."""
+    def moe(self, layer: int, hidden: str, top_p: str) -> tuple[str, str]:
+        """Routed experts and the gated shared expert: normalised hidden [N, H] float32 -> [N, H] float32, and how
+        many rows chose each expert [E] int32."""
         b, c, g = self.b, self.config, f"layers.{layer}.moe."
         shared, experts = c.shared_expert_intermediate_size, c.num_experts
         router = self.exact_linear(hidden, f"{g}router")  # [N, E + 1]: experts, then the shared expert's gate
@@ -143,12 +144,13 @@ class DeviceLayers:
         low = b.to_low(hidden)
         table = b.input(f"expert_table.{layer}", [4, experts], TensorProto.INT64)
         group = self.precision.group_size if self.precision["experts"] == "int4" else 0
-        (mixed,) = b.custom(EXPERTS, ExpertsAttributes.from_config(c, group).as_onnx(), low, logits, table)
+        sizes = ExpertsAttributes.from_config(c, group).as_onnx()
+        mixed, counts = b.ops(EXPERTS.name, 2, low, logits, table, domain=EXPERTS.domain, **sizes)
         both = b.from_low(self.linear(low, f"{g}shared_gate_up", "shared_expert"))
         left, right = b.ops("Split", 2, both, b.ints(shared, shared), axis=1)
         inner = b.to_low(b.op("Mul", b.silu(left), right))
         always = b.from_low(self.linear(inner, f"{g}shared_down", "shared_expert"))
-        return b.op("Add", b.from_low(mixed), b.op("Mul", always, b.op("Sigmoid", gate)))
+        return b.op("Add", b.from_low(mixed), b.op("Mul", always, b.op("Sigmoid", gate))), counts
 
 
 def rope_tables(b: TypedBuilder, c: ModelConfig, capacity: int) -> Rope:

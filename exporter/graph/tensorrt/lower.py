@@ -16,7 +16,7 @@ from onnx import helper
 from clover.exporter.config import ModelConfig
 from clover.exporter.graph.builder import CONTRIB, GraphBuilder
 from clover.exporter.graph.step import EXACT_ACCURACY
-from clover.exporter.graph.tensorrt.step import DeviceGraphOptions, build_device_graph
+from clover.exporter.graph.tensorrt.step import EXPERT_ROWS, DeviceGraphOptions, build_device_graph
 from clover.exporter.precision import PrecisionPlan
 from clover.exporter.weight_index import StoredTensor
 from clover.plugins.moe_experts.lowering import lower_experts
@@ -41,9 +41,13 @@ def build_portable_graph(
 def lower_expert_tables(
     model: onnx.ModelProto, config: ModelConfig, precision: PrecisionPlan, weights: Mapping[str, StoredTensor]
 ) -> onnx.ModelProto:
-    """Replaces every MoEExperts node and its table input; changes `model` in place and returns it."""
+    """Replaces every MoEExperts node, its table input and its count of rows; changes `model` in place and returns it."""
     nodes, initializers, tables = [], [], set()
+    counts = {n.output[1] for n in model.graph.node if n.op_type == EXPERTS.name and n.domain == EXPERTS.domain}
     for node in model.graph.node:
+        if counts & set(node.input) or EXPERT_ROWS in node.output:  # what only serves the count
+            counts.update(node.output)
+            continue
         if node.op_type != EXPERTS.name or node.domain != EXPERTS.domain:
             nodes.append(node)
             continue
@@ -60,6 +64,9 @@ def lower_expert_tables(
     kept = [i for i in model.graph.input if i.name not in tables]
     del model.graph.input[:]
     model.graph.input.extend(kept)
+    results = [o for o in model.graph.output if o.name != EXPERT_ROWS]
+    del model.graph.output[:]
+    model.graph.output.extend(results)
     model.graph.initializer.extend(initializers)
     model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
     return model

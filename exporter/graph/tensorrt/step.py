@@ -22,6 +22,7 @@ from clover.plugins.moe_coreset_routing.function import function_body as routing
 from clover.runtime.errors import CloverError
 
 CONVERTED_FILE = "step.converted"
+EXPERT_ROWS = "expert_rows"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def build_device_graph(
     Inputs: token_ids [S, T]; commit_length, row_length, position [S]; coreset_top_p [S]; per layer the state
     (`conv.N`, `recurrent.N`, or `keys.N`, `values.N`) and `expert_table.N` [4, E] int64, the device addresses of each
     expert's gate_up, its scales, down and its scales; and the head's (see exporter/graph/head.py). Outputs: the state
-    as `next.*`, candidate_ids, candidate_logprobs, candidate_scores [S, R, K], and with_logits: logits [S, R, V].
+    as `next.*`, expert_rows [layers, E] int32 (how many rows chose each expert), candidate_ids, candidate_logprobs, candidate_scores [S, R, K], and with_logits: logits [S, R, V].
 
     Raises CloverError for a precision GPU engines don't have.
     """
@@ -60,7 +61,7 @@ def build_device_graph(
         top_p = b.input("coreset_top_p", ["S"])
         rope = rope_tables(b, config, options.capacity)
         b.scope("embed")
-        hidden = layers.embed()
+        hidden, counts = layers.embed(), []
         for layer, kind in enumerate(config.layer_types):
             b.scope(f"layers.{layer}.{'gdn' if kind == 'linear_attention' else 'attention'}")
             normed = layers.norm(hidden, f"layers.{layer}.input_norm")
@@ -68,7 +69,12 @@ def build_device_graph(
             hidden = b.op("Add", hidden, mixed)
             b.scope(f"layers.{layer}.moe")
             normed = layers.norm(hidden, f"layers.{layer}.post_attention_norm")
-            hidden = b.rename(b.op("Add", hidden, layers.moe(layer, normed, top_p)), f"layers.{layer}.hidden")
+            routed, count = layers.moe(layer, normed, top_p)
+            hidden = b.rename(b.op("Add", hidden, routed), f"layers.{layer}.hidden")
+            counts.append(b.unsqueeze(count, 0))
+        b.scope("experts")
+        every = [config.num_hidden_layers, config.num_experts]
+        b.output(b.op("Concat", *counts, axis=0), EXPERT_ROWS, every, TensorProto.INT32)
         _author_head(b, config, layers, rows, hidden, options)
     finally:
         converted.close()
