@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import engine_support
+import httpx
 import numpy as np
 import uvicorn
 
@@ -140,9 +141,11 @@ class RunningServer:
         wait_until(lambda: self._server.started)
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.http.close()
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server did not stop"

@@ -97,7 +97,7 @@ def test_a_lone_request_gets_whole_chunks_and_one_row_of_slots() -> None:
 
 def test_a_short_reply_is_not_held_up_by_a_long_prompt() -> None:
     engine = nano()
-    with scheduled(2, prefill_rows=16) as (scheduler, session):
+    with scheduled(2, prefill_rows=16) as (scheduler, _):
         slow, slow_owner = job_for(engine, chat_ids(engine, LONG * 3), max_new_tokens=8)
         quick, quick_owner = job_for(engine, chat_ids(engine, "Hello"), max_new_tokens=8, block_size=8)
         slow.full_rows = 16
@@ -125,7 +125,7 @@ def test_cancelled_jobs_end_within_a_step_and_free_their_place() -> None:
     with scheduled(1, max_queue=2) as (scheduler, session):
         pairs = [job_for(engine, prompt, max_new_tokens=1000, threshold=1.0, presence_penalty=2.0) for _ in range(3)]
         scheduler.submit([job for job, _ in pairs])
-        (live, live_owner), (waiting, waiting_owner), (last, last_owner) = pairs
+        (live, live_owner), (waiting, waiting_owner), (last, _) = pairs
         assert live_owner.started.wait(60)
         session.gate.clear()
         steps = len(session.shapes)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from serve_support import RunningServer, nano, nano_slots
@@ -212,7 +211,7 @@ RAW_EVENTS = {
 def test_denoise_events_tell_every_position_once(server: RunningServer) -> None:
     body = {"messages": QUESTION, "max_tokens": 60, "stream": True, "stream_denoise": True}
     steps, text = [], ""
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line[6:])
@@ -247,9 +246,7 @@ def test_a_second_turn_continues_from_the_cache_and_says_so(server: RunningServe
     assert without.usage and without.usage.prompt_tokens_details
     assert without.usage.prompt_tokens_details.cached_tokens == 0
     assert without.choices[0].message.content == second.choices[0].message.content
-    numbers = dict(
-        line.rsplit(" ", 1) for line in httpx.get(server.url + "/metrics").text.splitlines() if line[0] != "#"
-    )
+    numbers = dict(line.rsplit(" ", 1) for line in server.http.get("/metrics").text.splitlines() if line[0] != "#")
     assert float(numbers["clover_cache_hits_total"]) >= 1
     assert float(numbers["clover_cache_reused_tokens_total"]) > 100
     assert float(numbers['clover_requests_total{route="/v1/chat/completions",status="200"}']) >= 3
@@ -261,5 +258,5 @@ def test_models_health_and_ready(server: RunningServer, client: openai.OpenAI) -
     assert client.models.retrieve("nano").id == "nano"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
-    assert httpx.get(server.url + "/ready").status_code == 200
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/ready").status_code == 200

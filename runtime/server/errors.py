@@ -40,6 +40,8 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status in (408, 413):  # the rest of the body is not read
+            headers["connection"] = "close"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
