@@ -20,7 +20,7 @@ from clover.runtime.errors import CloverError
 Array = npt.NDArray[Any]
 
 
-def run(a: CoresetAttributes, logits: Array, commit: list[int], length: list[int], top_p: float) -> Array:
+def run(a: CoresetAttributes, logits: Array, commit: list[int], length: list[int], top_p: float | list[float]) -> Array:
     sequences, rows, experts = logits.shape
     return shared_interpreter().run(
         plan(a, sequences=sequences, rows=rows, experts=experts),
@@ -28,13 +28,15 @@ def run(a: CoresetAttributes, logits: Array, commit: list[int], length: list[int
             "logits": ("fp32", logits),
             "commit_length": ("i64", np.array(commit)),
             "row_length": ("i64", np.array(length)),
-            "top_p": ("fp32", np.float32(top_p)),
+            "top_p": ("fp32", np.ascontiguousarray(np.broadcast_to(np.float32(top_p), sequences))),
         },
         {"routed_logits": Output("fp32", logits.shape)},
     )["routed_logits"]
 
 
-def check(a: CoresetAttributes, logits: Array, commit: list[int], length: list[int], top_p: float) -> Array:
+def check(
+    a: CoresetAttributes, logits: Array, commit: list[int], length: list[int], top_p: float | list[float]
+) -> Array:
     got = run(a, logits, commit, length, top_p)
     want = moe_coreset_routing(logits, np.array(commit), np.array(length), np.float32(top_p), attributes=a)
     for s, n in enumerate(length):
@@ -110,6 +112,15 @@ def test_a_share_that_reaches_top_p_exactly_ends_the_coreset() -> None:
     for top_p, kept in ((0.5, [3]), (0.75, [1, 3]), (0.76, [1, 3, 6])):
         got = check(CoresetAttributes(1, 1), logits, [0], [4], top_p)
         assert np.flatnonzero(got[0, 0] > EXCLUDED_LOGIT).tolist() == kept
+
+
+def test_each_sequence_has_its_own_share() -> None:
+    logits = np.zeros((3, 4, 8), np.float32)
+    for row, expert in enumerate((3, 3, 1, 6)):
+        logits[:, row, expert] = 60.0
+    got = check(CoresetAttributes(1, 1), logits, [0, 0, 0], [4, 4, 4], [0.5, 0.76, 1.0])
+    kept = [np.flatnonzero(g[0] > EXCLUDED_LOGIT).tolist() for g in got]
+    assert kept == [[3], [1, 3, 6], list(range(8))]
 
 
 def test_commit_and_padding_rows_neither_vote_nor_change() -> None:

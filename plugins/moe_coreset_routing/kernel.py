@@ -26,7 +26,7 @@ def route_block(
     logits,  # [S, rows, EXPERTS] float32
     commit_length,  # [S]
     row_length,  # [S]
-    top_p,  # [] float32
+    top_p,  # [S] float32
     routed_logits,  # [S, rows, EXPERTS]; may be `logits` itself only if one row tile covers all rows
     rows,
     EXPERTS: tl.constexpr,
@@ -40,7 +40,7 @@ def route_block(
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     commit = tl.load(commit_length + sequence).to(tl.int32)
     length = tl.load(row_length + sequence).to(tl.int32)
-    share_wanted = tl.load(top_p)
+    share_wanted = tl.load(top_p + sequence)
     r = tl.arange(0, BLOCK_ROWS)
     expert = tl.arange(0, BLOCK_EXPERTS)
     real = expert < EXPERTS
