@@ -153,7 +153,6 @@ def build_bundle(
             files=files,
         )
         (work / MANIFEST).write_text(manifest.dump(), encoding="utf-8")
-        Bundle.open(work, verify=False)
         publish(work, out, manifest, replace=request.replace)
     return Bundle.open(out, verify=False)
 

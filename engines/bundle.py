@@ -116,6 +116,7 @@ def publish(work: Path, out: Path, manifest: Manifest, *, replace: bool) -> None
                 path.rmdir()
         elif path.relative_to(work).as_posix() not in listed:
             path.unlink()
+    Bundle.open(work, verify=False)
     old = out.with_name(f".{out.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     check_output(out, replace=replace)

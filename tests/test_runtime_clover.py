@@ -44,7 +44,7 @@ def collect(stream: Iterator[StreamItem]) -> tuple[str, Reply, list[StepEvent]]:
 def test_a_stream_is_its_reply_and_its_statistics_add_up(engine: Clover, mode: str, block_size: int) -> None:
     text, reply, steps = collect(engine.stream(MESSAGES, mode=mode, block_size=block_size, steps=True))
     assert text == reply.text and reply.finish_reason == "stop" and reply.stop_string is None
-    assert '"op": "dispatch"' in text and text.endswith("]")
+    assert '"op"' in text and len(reply.tokens) > 32, "too short to cross a block's border"
     assert engine.tokenizer is not None and engine.template is not None
     assert text == engine.tokenizer.decode([t.id for t in reply.tokens])
     s = reply.statistics
