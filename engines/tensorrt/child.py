@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from clover.engines.tensorrt.backend import load
-from clover.engines.tensorrt.kernels import OPERATORS, load_host
+from clover.engines.tensorrt.kernels import OPERATORS, make_host, read_kernels
 from clover.engines.tensorrt.network import PLUGIN_LAYERS, layer_list, limit_attention, plugin_counts
 from clover.engines.tensorrt.request import EngineRequest
 from clover.exporter.graph.tensorrt.rows import KV_LENGTH
@@ -36,7 +36,8 @@ def build(request: EngineRequest, report: Reporter) -> None:
     """Builds the engine file. Raises CloverError with TensorRT's own words for what went wrong."""
     trt = load(request.backend)
     logger = _logger(trt, report)
-    host = load_host(Path(request.kernels), {op: tuple(names) for op, names in request.kernel_names.items()})
+    names = {op: tuple(stems) for op, stems in request.kernel_names.items()}
+    host = make_host(read_kernels(Path(request.kernels), names))
     creators = register(trt, [op for op in OPERATORS if op.name in request.plugins], host)
 
     def failed(what: str) -> CloverError:

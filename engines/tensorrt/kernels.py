@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -82,14 +83,18 @@ def compile_operators(
     return compiled
 
 
-def load_host(directory: Path, names: dict[str, tuple[str, ...]]) -> PluginHost:
-    """The compiled kernels in `directory` for plugins to launch. Raises BundleError when one is missing or damaged."""
-    cubins = {op: [Cubin.read(directory / f"{stem}.json") for stem in stems] for op, stems in names.items()}
-    library = KernelLibrary([c for group in cubins.values() for c in group])
+def read_kernels(directory: Path, names: Mapping[str, tuple[str, ...]]) -> dict[str, list[Cubin]]:
+    """Each operator's compiled kernels in `directory`. Raises BundleError when one is missing or damaged."""
+    return {op: [Cubin.read(directory / f"{stem}.json") for stem in stems] for op, stems in names.items()}
+
+
+def make_host(cubins: Mapping[str, list[Cubin]], driver: Any = None) -> PluginHost:
+    """What plugins launch their kernels with; `driver` is for tests."""
+    library = KernelLibrary([c for group in cubins.values() for c in group], driver)
     return PluginHost(library, {op: kernels_digest(group) for op, group in cubins.items()})
 
 
-def check_kernels(cubins: list[Cubin], sm: int) -> None:
+def check_kernels(cubins: Iterable[Cubin], sm: int) -> None:
     """Raises BundleError naming a kernel that does not run on compute capability sm / 10."""
     for cubin in cubins:
         if not cubin.runs_on(sm // 10, sm % 10):

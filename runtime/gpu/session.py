@@ -1,0 +1,331 @@
+"""A step session over a GPU engine: state stays on the card, a step is one captured graph, little crosses the link."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from clover.engines.manifest import Engine
+from clover.exporter.config import ModelConfig
+from clover.runtime.gpu.buffers import Block, Field
+from clover.runtime.gpu.device import Device, DeviceBuffer, PinnedBuffer
+from clover.runtime.gpu.engine import DECODE, PREFILL, StepEngine
+from clover.runtime.gpu.experts import ExpertStore
+from clover.runtime.gpu.shapes import ShapeLimits, StepShape
+from clover.runtime.session import Candidates, SequenceRows, StateSnapshot
+
+GRAPHS_KEPT = 32
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass
+class _Prepared:
+    """Everything of one shape: the memory its inputs and outputs go through, and its graph once captured."""
+
+    inputs: Block
+    outputs: Block
+    candidates: PinnedBuffer
+    profile: int
+    shapes: dict[str, tuple[int, ...]]
+    addresses: dict[str, int]
+    runs: int = 0
+    graph: Any = None
+
+
+class GpuSession:
+    """Implements StepSession on one card.
+
+    The first step of a shape runs as it is, so that kernels get loaded; the second is captured as a CUDA graph, and
+    from then on a step is one launch: inputs to the card, the engine, results back.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        engine: StepEngine,
+        experts: Callable[[], ExpertStore],
+        config: ModelConfig,
+        built: Engine,
+        limits: ShapeLimits,
+        *,
+        sequences: int,
+        max_context: int,
+        with_logits: bool,
+        decode_rows: int,
+    ) -> None:
+        """experts: makes the expert store, once the state has its memory. built: the engine's manifest entry.
+        decode_rows: most rows of the engine's decode profile."""
+        self._device, self._engine = device, engine
+        self._config, self._built, self._limits = config, built, limits
+        self._sequences, self._max_context = sequences, max_context
+        self._with_logits, self._decode_rows = with_logits, decode_rows
+        self._positions = np.zeros(sequences, np.int64)
+        self._state = {name: _State(device, dtype, shape) for name, (dtype, shape) in self._state_shapes().items()}
+        self._before: dict[int, int] = {}  # slot -> the position a tentative commit returns to
+        self._aside: dict[str, _State] = {}  # and the state there, once a commit was tentative
+        self._experts = experts()
+        self._prepared: OrderedDict[StepShape, _Prepared] = OrderedDict()
+        self._committed = False  # since experts last moved
+        for slot in range(sequences):
+            self.reset(slot)
+
+    # -- StepSession -----------------------------------------------------------------------------
+
+    @property
+    def sequences(self) -> int:
+        return self._sequences
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    @property
+    def max_rows(self) -> int:
+        return self._limits.rows
+
+    def position(self, slot: int) -> int:
+        return int(self._positions[slot])
+
+    def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
+        shape = self._limits.shape_of(rows, candidates)
+        if self._committed:  # a block ended: the moment for experts to move
+            self._experts.follow_use()
+            self._committed = False
+        for r in rows:
+            self._take_back_or_keep(r)
+        ready = self._ready(shape)
+        self._fill(ready.inputs, rows)
+        ready.candidates.array.view(np.int64)[0] = shape.candidates
+        self._run(ready)
+        self._device.synchronize()
+        out = ready.outputs.arrays
+        self._experts.observe(out["expert_rows"])
+        results = []
+        for r in rows:
+            n, s = len(r.logit_rows), r.slot
+            self._positions[s] += r.commit
+            self._committed |= r.commit > 0
+            logits = out["logits"][s, :n] if self._with_logits else None
+            results.append(
+                Candidates(
+                    out["candidate_ids"][s, :n, :candidates],
+                    out["candidate_logprobs"][s, :n, :candidates],
+                    out["candidate_scores"][s, :n, :candidates],
+                    logits,
+                )
+            )
+        return results
+
+    def reset(self, slot: int) -> None:
+        for name, state in self._state.items():
+            if not name.startswith(("keys", "values")):
+                self._device.clear(state.slot(slot), state.slot_bytes)
+        self._positions[slot] = 0
+        self._before.pop(slot, None)
+
+    def snapshot(self, slot: int) -> StateSnapshot:
+        before = None
+        if slot in self._before:
+            before = StateSnapshot(self._before[slot], self._download(self._aside, slot, 0))
+        position = int(self._positions[slot])
+        return StateSnapshot(position, self._download(self._state, slot, position), before)
+
+    def restore(self, slot: int, snapshot: StateSnapshot) -> None:
+        if snapshot.tensors.keys() != self._state.keys() or snapshot.position > self._max_context:
+            raise ValueError("the snapshot is of another model, or longer than this session's context")
+        self._upload(self._state, slot, snapshot.position, snapshot.tensors)
+        self._positions[slot] = snapshot.position
+        self._before.pop(slot, None)
+        if snapshot.before is not None:
+            self._upload(self._set_aside(), slot, 0, snapshot.before.tensors)
+            self._before[slot] = snapshot.before.position
+
+    def close(self) -> None:
+        for ready in self._prepared.values():
+            if ready.graph is not None:
+                self._device.destroy(ready.graph)
+        self._prepared.clear()
+        self._engine.close()
+        self._device.close()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def _state_shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        c, s = self._config, self._sequences
+        shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        for layer in c.gdn_layers:
+            heads = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+            shapes[f"recurrent.{layer}"] = np.dtype(np.float32), (s, *heads)
+            shapes[f"conv.{layer}"] = BFLOAT16, (s, c.conv_history, c.conv_channels)
+        for layer in c.attention_layers:
+            cache = s, c.num_key_value_heads, self._built.capacity, c.head_dim
+            shapes[f"keys.{layer}"] = shapes[f"values.{layer}"] = BFLOAT16, cache
+        return shapes
+
+    def _set_aside(self) -> dict[str, _State]:
+        """Memory for what tentative commits return to: all state but the KV caches, whose rows only grow."""
+        if not self._aside:
+            kept = {n: s for n, s in self._state.items() if not n.startswith(("keys", "values"))}
+            self._aside = {name: _State(self._device, s.dtype, s.shape) for name, s in kept.items()}
+        return self._aside
+
+    def _take_back_or_keep(self, r: SequenceRows) -> None:
+        """Takes a tentative commit back, or keeps aside what one needs."""
+        before = self._before.pop(r.slot, None)
+        if r.undo:
+            if before is None:
+                raise ValueError(f"slot {r.slot} is to undo a step that was not tentative")
+            for name, kept in self._aside.items():
+                self._device.copy(self._state[name].slot(r.slot), kept.slot(r.slot), kept.slot_bytes)
+            self._positions[r.slot] = before
+        if r.tentative:
+            for name, kept in self._set_aside().items():
+                self._device.copy(kept.slot(r.slot), self._state[name].slot(r.slot), kept.slot_bytes)
+            self._before[r.slot] = int(self._positions[r.slot])
+
+    def _download(self, states: Mapping[str, _State], slot: int, position: int) -> dict[str, npt.NDArray[Any]]:
+        tensors: dict[str, npt.NDArray[Any]] = {}
+        for name, state in states.items():
+            target = np.empty(state.committed_shape(name, position), state.dtype)
+            for at, address, nbytes in state.pieces(name, slot, position):
+                self._device.download(target.ctypes.data + at, address, nbytes)
+            tensors[name] = target
+        self._device.synchronize()
+        return tensors
+
+    def _upload(
+        self, states: Mapping[str, _State], slot: int, position: int, tensors: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        for name, state in states.items():
+            source = np.ascontiguousarray(tensors[name], state.dtype)
+            if source.shape != state.committed_shape(name, position):
+                raise ValueError(f"the snapshot's {name} has shape {source.shape}; it is of another model")
+            for at, address, nbytes in state.pieces(name, slot, position):
+                self._device.upload(address, source.ctypes.data + at, nbytes)
+            self._device.synchronize()  # before `source` goes
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def _fill(self, block: Block, rows: Sequence[SequenceRows]) -> None:
+        """Writes a step's inputs; sequences without rows, and padding, change nothing."""
+        a = block.arrays
+        for name in ("token_ids", "commit_length", "row_length", "logit_rows", "adjust_ids", "adjust_bias"):
+            a[name][...] = 0
+        a["adjust_scale"][...] = 1.0
+        a["coreset_top_p"][...] = 1.0
+        a["position"][...] = self._positions[: len(a["position"])]
+        for r in rows:
+            s, n, p = r.slot, len(r.tokens), len(r.adjustment.ids)
+            a["token_ids"][s, :n] = r.tokens
+            a["commit_length"][s], a["row_length"][s] = r.commit, n
+            a["coreset_top_p"][s] = r.coreset_top_p
+            a["logit_rows"][s, : len(r.logit_rows)] = r.logit_rows
+            for name, given in (
+                ("adjust_ids", r.adjustment.ids),
+                ("adjust_scale", r.adjustment.scale),
+                ("adjust_bias", r.adjustment.bias),
+            ):
+                a[name][s, :p] = given
+                if p:  # the rest repeats the first: equal updates of one id do no harm
+                    a[name][s, p:] = given[0]
+
+    def _run(self, ready: _Prepared) -> None:
+        device = self._device
+        if ready.graph is None and ready.runs:
+            with device.capture() as graphs:
+                self._queue(ready)
+            ready.graph = graphs[0]
+        if ready.graph is None:
+            self._queue(ready)
+        else:
+            device.launch(ready.graph)
+        ready.runs += 1
+
+    def _queue(self, ready: _Prepared) -> None:
+        ready.inputs.upload()
+        self._engine.run(ready.profile, ready.shapes, ready.addresses)
+        ready.outputs.download()
+
+    def _ready(self, shape: StepShape) -> _Prepared:
+        if shape in self._prepared:
+            self._prepared.move_to_end(shape)
+            return self._prepared[shape]
+        if len(self._prepared) >= GRAPHS_KEPT:
+            _, old = self._prepared.popitem(last=False)
+            if old.graph is not None:
+                self._device.destroy(old.graph)
+            old.inputs.free()
+            old.outputs.free()
+            self._device.free(old.candidates)
+        self._prepared[shape] = self._prepare(shape)
+        return self._prepared[shape]
+
+    def _prepare(self, shape: StepShape) -> _Prepared:
+        s, t, r, k, p = shape.sequences, shape.rows, shape.logit_rows, shape.candidates, shape.adjusted
+        c, i64, f32 = self._config, np.dtype(np.int64), np.dtype(np.float32)
+        inputs = Block(
+            self._device,
+            {
+                "token_ids": Field(i64, (s, t)), "commit_length": Field(i64, (s,)), "row_length": Field(i64, (s,)),
+                "position": Field(i64, (s,)), "coreset_top_p": Field(f32, (s,)), "logit_rows": Field(i64, (s, r)),
+                "adjust_ids": Field(i64, (s, p)), "adjust_scale": Field(f32, (s, p)), "adjust_bias": Field(f32, (s, p)),
+            },
+        )  # fmt: skip
+        results = {
+            "candidate_ids": Field(i64, (s, r, k)),
+            "candidate_logprobs": Field(f32, (s, r, k)),
+            "candidate_scores": Field(f32, (s, r, k)),
+            "expert_rows": Field(np.dtype(np.int32), (c.num_hidden_layers, c.num_experts)),
+        }
+        if self._with_logits:
+            results["logits"] = Field(f32, (s, r, c.vocab_size))
+        outputs = Block(self._device, results)
+        candidates = self._device.pin(8)
+        shapes: dict[str, tuple[int, ...]] = {name: field.shape for name, field in inputs.fields.items()}
+        addresses = {**inputs.addresses, **outputs.addresses, "candidates": candidates.address}
+        shapes["candidates"] = (1,)
+        for name, state in self._state.items():
+            shapes[name] = (s, *state.shape[1:])
+            addresses[name] = addresses[f"next.{name}"] = state.buffer.address  # the same memory: updated in place
+        for layer in range(c.num_hidden_layers):
+            shapes[f"expert_table.{layer}"] = (4, c.num_experts)
+            addresses[f"expert_table.{layer}"] = self._experts.table(layer)
+        profile = DECODE if t <= self._decode_rows else PREFILL
+        return _Prepared(inputs, outputs, candidates, profile, shapes, addresses)
+
+
+class _State:
+    """One state tensor of all slots [S, ...] on the card."""
+
+    def __init__(self, device: Device, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+        self.slot_bytes = int(np.prod(shape[1:])) * dtype.itemsize
+        self.buffer: DeviceBuffer = device.allocate(shape[0] * self.slot_bytes)
+        # keys past the committed ones are masked, but not-a-number times zero would still be one
+        device.clear(self.buffer.address, self.buffer.nbytes)
+
+    def slot(self, slot: int) -> int:
+        """Address of one slot's part."""
+        return self.buffer.address + slot * self.slot_bytes
+
+    def committed_shape(self, name: str, position: int) -> tuple[int, ...]:
+        """Shape of a slot's committed part: of a KV cache [heads, capacity, dim] only the committed tokens."""
+        if name.startswith(("keys", "values")):
+            _, heads, _, dim = self.shape
+            return heads, position, dim
+        return self.shape[1:]
+
+    def pieces(self, name: str, slot: int, position: int) -> list[tuple[int, int, int]]:
+        """The contiguous pieces of a slot's committed part: (offset in a copy of it, address, bytes)."""
+        base = self.slot(slot)
+        if not name.startswith(("keys", "values")):
+            return [(0, base, self.slot_bytes)]
+        _, heads, capacity, dim = self.shape
+        row = dim * self.dtype.itemsize
+        return [(h * position * row, base + h * capacity * row, position * row) for h in range(heads)]
