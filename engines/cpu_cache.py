@@ -1,0 +1,280 @@
+"""Weights packed for this CPU, kept on disk so that sessions map them instead of holding private copies.
+
+ONNX Runtime rearranges the weights of its matrix products for the CPU's instructions when a session is made: a
+private copy of nearly the whole model. Here that copy is written once, in pieces of bounded size, to
+`BUNDLE/.cache/onnxruntime-KEY/` (or the user's cache directory when the bundle is read-only), from where the system
+pages it in and out, for any number of processes. KEY stands for the CPU, its instruction sets, ONNX Runtime's
+version, the graph and the manifest; a stamp in the entry repeats it with the size, time and hash of every file. An
+entry that is foreign, damaged or half-written is never used: it is made again, or done without. See docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from clover.engines.bundle import Bundle, hash_file
+from clover.engines.lock import exclusive
+from clover.engines.manifest import MANIFEST
+from clover.runtime.errors import BundleError
+
+STAMP = "stamp.json"
+MODEL = "step.onnx"
+PREFIX, PARTIAL = "onnxruntime-", "partial"
+FORMAT = 1
+MIN_BYTES = 64 * 2**20  # packing less than this again at every load costs nothing worth a file
+ENTRIES_KEPT = 2  # the newest: a bundle on a shared disk may serve two kinds of machine
+
+log = logging.getLogger("clover")
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One kept set of packed weights. `current`: made for this machine, this onnxruntime and this bundle."""
+
+    directory: Path
+    nbytes: int
+    cpu: str
+    onnxruntime: str
+    current: bool
+
+
+def packed_model(bundle: Bundle, *, verify: bool = False) -> Path | None:
+    """The step graph over packed weights, made now when there is none; None when it is better done without.
+
+    `verify`: check the hash of every cached file; otherwise sizes and times only. Never fails: what goes wrong (a full
+    disk, no place to write) is logged in one line.
+    """
+    if bundle.nbytes < MIN_BYTES:
+        return None
+    identity = cache_identity(bundle)
+    name = PREFIX + _digest(identity)[:16]
+    for root in cache_roots(bundle):
+        if _is_intact(root / name, identity, verify):
+            return root / name / MODEL
+    from clover.engines.cpu_pack import packable_bytes
+
+    if packable_bytes(bundle) < MIN_BYTES:
+        return None
+    reason = "there is no place to write"
+    for root in cache_roots(bundle):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with exclusive(root / ".lock", f"another process is packing the weights of {bundle.directory}"):
+                if not _is_intact(root / name, identity, verify):  # made while we waited
+                    _make_entry(bundle, root, name, identity)
+            return root / name / MODEL
+        except BundleError as error:
+            reason = str(error)
+            break
+        except Exception as error:  # onnxruntime has no one class of errors
+            reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
+    log.warning("the weights of %s stay in private memory, as they can't be cached: %s", bundle.directory, reason)
+    return None
+
+
+def cache_roots(bundle: Bundle) -> tuple[Path, ...]:
+    """Where entries of a bundle may lie: beside its files, else in the user's cache directory."""
+    roots = [bundle.directory.resolve() / ".cache"]
+    with suppress(RuntimeError, KeyError):  # no home directory
+        roots.append(_user_cache() / "clover" / _manifest_hash(bundle)[:16])
+    return tuple(roots)
+
+
+def cache_entries(bundle: Bundle) -> list[CacheEntry]:
+    """Every entry of a bundle, of any machine, newest first."""
+    current, found = _digest(cache_identity(bundle))[:16], []
+    for directory in _entries(bundle):
+        identity = (_read_stamp(directory) or {}).get("identity")
+        parts = identity if isinstance(identity, dict) else {}
+        size = sum(p.stat().st_size for p in directory.iterdir() if p.is_file())
+        found.append(
+            CacheEntry(
+                directory,
+                size,
+                str(parts.get("cpu", "unknown")),
+                str(parts.get("onnxruntime", "unknown")),
+                directory.name == PREFIX + current,
+            )
+        )
+    return found
+
+
+def clear_cache(bundle: Bundle) -> int:
+    """Removes every entry of a bundle and returns the bytes freed. Raises BundleError while one is being written."""
+    freed = sum(entry.nbytes for entry in cache_entries(bundle))
+    for root in cache_roots(bundle):
+        if root.is_dir():
+            with exclusive(root / ".lock", f"another process is packing the weights of {bundle.directory}"):
+                for directory in [*root.glob(f"{PREFIX}*"), *root.glob(PARTIAL)]:
+                    shutil.rmtree(directory)
+            with suppress(OSError):
+                root.rmdir()
+    return freed
+
+
+def cache_identity(bundle: Bundle) -> dict[str, str]:
+    """What packed weights depend on."""
+    return {
+        "format": str(FORMAT),
+        "cpu": cpu_name(),
+        "instructions": hashlib.sha256(cpu_features().encode()).hexdigest(),
+        "onnxruntime": version("onnxruntime"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "graph": hashlib.sha256(bundle.graph_bytes).hexdigest(),
+        "manifest": _manifest_hash(bundle),
+    }
+
+
+# -- this CPU -------------------------------------------------------------------------------------
+
+
+def cpu_name() -> str:
+    """The CPU's model."""
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    fields = _cpuinfo()
+    numbers = " ".join(fields[n] for n in ("cpu family", "model", "CPU implementer", "CPU part") if n in fields)
+    # platform.processor() on Windows: family, model and stepping
+    return f"{fields.get('model name') or platform.processor() or platform.machine()} {numbers}".strip()
+
+
+def cpu_features() -> str:
+    """The CPU's instruction sets as the system lists them; on Windows the model stands for them."""
+    if sys.platform == "darwin":
+        return _sysctl("hw.optional") + _sysctl("machdep.cpu.features") + _sysctl("machdep.cpu.leaf7_features")
+    fields = _cpuinfo()
+    return " ".join(sorted((fields.get("flags") or fields.get("Features") or "").split()))
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's fields in /proc/cpuinfo; empty where there is none."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _sysctl(name: str) -> str:
+    try:
+        return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+# -- entries --------------------------------------------------------------------------------------
+
+
+def _make_entry(bundle: Bundle, root: Path, name: str, identity: dict[str, str]) -> None:
+    """Writes an entry aside and renames it into place. The caller holds the lock."""
+    from clover.engines.cpu_pack import cache_bytes, pack_weights
+
+    work = root / PARTIAL
+    if work.exists():  # of a process that was killed
+        shutil.rmtree(work)
+    needed, free = cache_bytes(bundle), shutil.disk_usage(root).free
+    if needed > free:
+        raise OSError(0, f"{root} has no room: it needs {needed:,} bytes and {free:,} are free")
+    log.info("packing the weights of %s for this CPU, once", bundle.directory)
+    work.mkdir()
+    try:
+        (work / MODEL).write_bytes(pack_weights(bundle, work))
+        files = sorted(work.iterdir())
+        for path in files:
+            _flush(path)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            hashes = dict(zip(files, pool.map(hash_file, files), strict=True))
+        stamp = {
+            "identity": identity,
+            "files": {p.name: {**_size_and_time(p), "sha256": hashes[p]} for p in files},
+        }
+        (work / STAMP).write_text(json.dumps({**stamp, "sha256": _digest(stamp)}, indent=1), encoding="utf-8")
+        if (root / name).exists():
+            shutil.rmtree(root / name)
+        work.rename(root / name)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    for old in _entries(bundle)[ENTRIES_KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_intact(directory: Path, identity: dict[str, str], verify: bool) -> bool:
+    """Whether an entry is whole, unchanged and of this very machine, runtime and bundle."""
+    stamp = _read_stamp(directory)
+    if stamp is None or stamp["identity"] != identity:
+        return False
+    try:
+        files: dict[Path, dict[str, Any]] = {directory / name: entry for name, entry in stamp["files"].items()}
+        present = {path: _size_and_time(path) for path in files}
+        if any(present[p]["bytes"] != entry["bytes"] for p, entry in files.items()):
+            return False
+        # a copied bundle has other times: then the hashes decide
+        if verify or any(present[p]["mtime_ns"] != entry["mtime_ns"] for p, entry in files.items()):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return list(pool.map(hash_file, files)) == [entry["sha256"] for entry in files.values()]
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def _read_stamp(directory: Path) -> dict[str, Any] | None:
+    """An entry's stamp; None when it is missing or was changed."""
+    try:
+        stamp: dict[str, Any] = json.loads((directory / STAMP).read_text(encoding="utf-8"))
+        digest = stamp.pop("sha256")
+        return stamp if digest == _digest(stamp) and MODEL in stamp["files"] and "identity" in stamp else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _entries(bundle: Bundle) -> list[Path]:
+    def found() -> Iterator[tuple[int, Path]]:
+        for root in cache_roots(bundle):
+            for directory in root.glob(f"{PREFIX}*"):
+                with suppress(OSError):
+                    yield directory.stat().st_mtime_ns, directory
+
+    return [directory for _, directory in sorted(found(), reverse=True)]
+
+
+def _size_and_time(path: Path) -> dict[str, int]:
+    status = path.stat()
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def _flush(path: Path) -> None:
+    """Puts a file on the disk before anything names it; raises OSError when it does not fit."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _manifest_hash(bundle: Bundle) -> str:
+    return hash_file(bundle.directory / MANIFEST)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _user_cache() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    if sys.platform == "win32":
+        return Path.home() / "AppData" / "Local"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
