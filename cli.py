@@ -176,6 +176,9 @@ def run(
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this CPU.")] = True,
+    provider: Annotated[
+        str | None, typer.Option(help="tensorrt, cpu or cuda; default the bundle's GPU engine, else the CPU.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer one prompt, streaming."""
@@ -195,7 +198,7 @@ def run(
         "repetition_penalty": repetition_penalty,
         "stop": tuple(stop) if stop else None,
     }
-    load = {"max_context": max_context, "threads": threads, "cache": cache}
+    load = {"max_context": max_context, "threads": threads, "cache": cache, "provider": provider}
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
     except UnicodeDecodeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Literal, get_args
 
 from clover.engines.bundle import Bundle
 from clover.runtime.errors import BundleError, RequestError
@@ -12,6 +13,40 @@ from clover.runtime.session import StepSession
 log = logging.getLogger("clover")
 
 PREFILL_ROWS = 256  # rows of one prefill chunk on the CPU
+Provider = Literal["tensorrt", "cpu", "cuda"]
+PROVIDERS: dict[Provider, tuple[str, ...]] = {
+    "cpu": ("CPUExecutionProvider",),
+    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+}
+
+
+def choose_provider(bundle: Bundle, asked: str | None) -> Provider:
+    """What runs a bundle. Raises BundleError when it can't, RequestError for a provider that does not exist.
+
+    Every bundle holds ONNX Runtime's graph, so that one with a GPU engine also runs on the CPU, and through ONNX
+    Runtime's CUDA provider where that is installed: slower, since the state crosses the link with every step.
+    """
+    for known in get_args(Provider):
+        if asked == known:
+            chosen: Provider = known
+            break
+    else:
+        if asked is not None:
+            raise RequestError(
+                "provider", f"provider {asked!r} is unknown; choose from {', '.join(get_args(Provider))}."
+            )
+        chosen = "tensorrt" if bundle.manifest.engines else "cpu"
+    if chosen == "tensorrt" and not bundle.manifest.engines:
+        raise BundleError(f"{bundle.directory} has no GPU engine; build one with `clover build … --gpu CARD`.")
+    if chosen == "cuda":
+        import onnxruntime
+
+        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            raise BundleError(
+                f"onnxruntime {onnxruntime.__version__} here has no CUDA provider; install onnxruntime-gpu in its place, or "
+                "use provider cpu."
+            )
+    return chosen
 
 
 def open_session(
@@ -22,9 +57,11 @@ def open_session(
     threads: int | None = None,
     cache: bool = True,
     verify: bool = False,
+    provider: Provider | None = None,
 ) -> StepSession:
     """A session with `sequences` slots. `cache`: map weights packed for this CPU, packing them on first use;
-    `verify`: check the hashes of those files too.
+    `verify`: check the hashes of those files too. `provider`: what runs the bundle; default: its GPU engine where it has
+    one, else the CPU.
 
     Raises BundleError when this machine can't run the bundle, RequestError for a context longer than the model's.
     """
@@ -34,11 +71,11 @@ def open_session(
             "max_context",
             f"max_context is {max_context}; this bundle holds contexts of 1 to {manifest.max_context} tokens.",
         )
-    if manifest.target.backend != "onnxruntime":
-        raise BundleError(
-            f"{bundle.directory} was built for {manifest.target.name} ({manifest.target.backend}), which this machine can't run; "
-            "build one for the CPU with `clover build CHECKPOINT -o BUNDLE --gpu cpu --int4`."
-        )
+    chosen = choose_provider(bundle, provider)
+    if chosen == "tensorrt":
+        from clover.engines.tensorrt.open import open_gpu_session
+
+        return open_gpu_session(bundle, sequences=sequences, max_context=max_context)
     from clover.engines.cpu_cache import packed_model
     from clover.runtime.ort_session import OrtSession
 
@@ -50,9 +87,10 @@ def open_session(
             max_context=max_context or manifest.max_context,
             max_rows=max(PREFILL_ROWS, 2 * max(manifest.block_sizes)),
             threads=threads,
+            providers=PROVIDERS[chosen],
         )
 
-    packed = packed_model(bundle, verify=verify) if cache else None
+    packed = packed_model(bundle, verify=verify) if cache and chosen == "cpu" else None
     if packed:
         try:
             return session(packed, None)

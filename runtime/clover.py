@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from clover.engines.bundle import Bundle
-from clover.engines.open import open_session
+from clover.engines.open import Provider, open_session
 from clover.exporter.config import read_json
 from clover.runtime.autoregressive import AutoregressiveDecoder
 from clover.runtime.decoder import DecodeCounts, Decoder, StepEvent, TokenInfo
@@ -58,14 +58,16 @@ class Clover:
         max_context: int | None = None,
         threads: int | None = None,
         cache: bool = True,
+        provider: Provider | None = None,
     ) -> Clover:
         """Opens a bundle. `verify`: check every file's hash. `max_context`: most tokens of prompt and reply together.
         `threads`: CPU threads (default: one a core). `cache`: keep weights packed for this CPU beside the bundle.
+        `provider`: tensorrt, cpu or cuda; default: the bundle's GPU engine where it has one, else the CPU.
 
         Raises BundleError when the bundle is damaged or for another machine.
         """
         bundle = Bundle.open(directory, verify=verify)
-        session = open_session(bundle, max_context=max_context, threads=threads, cache=cache)
+        session = open_session(bundle, max_context=max_context, threads=threads, cache=cache, provider=provider)
         folder = bundle.directory / TOKENIZER_DIRECTORY
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
         template = load_template(folder, tokenizer) if tokenizer else None

@@ -20,7 +20,6 @@ from clover.runtime.errors import BundleError, CloverError, RequestError
 from clover.runtime.session import StepSession
 
 RESERVE = 512 * 2**20  # bytes left free on the card when it decides how many experts go there
-ON_CPU = "it also runs on the CPU: open it with provider cpu"
 
 
 def build_command(manifest: Manifest, gpu: str) -> str:
@@ -49,11 +48,13 @@ def check_machine(bundle: Bundle, cards: list[DetectedGpu], installed: str) -> D
     manifest, target = bundle.manifest, bundle.manifest.target
     fitting = [card for card in cards if card.sm == target.sm]
     if not fitting:
-        found = ", ".join(f"{card.name} (SM {card.sm})" for card in cards) or "no GPU"
-        command = build_command(manifest, _target_name(cards[0])) if cards else build_command(manifest, "CARD")
+        start = f"{bundle.directory} was built for {target.name} (SM {target.sm}) and this machine has"
+        if not cards:
+            raise BundleError(f"{start} no NVIDIA GPU; run it on the CPU with `clover run BUNDLE --provider cpu`.")
+        found = ", ".join(f"{card.name} (SM {card.sm})" for card in cards)
         raise BundleError(
-            f"{bundle.directory} was built for {target.name} (SM {target.sm}) and this machine has {found}; build it for "
-            f"this one with `{command} --reuse {bundle.directory}`, or {ON_CPU}."
+            f"{start} {found}; build it for this one with `{build_command(manifest, _target_name(cards[0]))} "
+            f"--reuse {bundle.directory}`."
         )
     if installed != target.backend_version:
         raise BundleError(
