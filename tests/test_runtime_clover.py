@@ -21,7 +21,10 @@ from clover.runtime.options import LengthRamp
 from clover.runtime.reply import Reply, ReplyFinished, StreamItem
 from clover.runtime.text.stream_parser import ContentDelta
 
-ORDER = "Parse the dispatch: Send UAV7 to Cedar, priority high. UAV3 search radius 450 metres."
+ORDER = (
+    "Parse the dispatch: Send UAV7 to Cedar, priority high. UAV3 search radius 450 metres. "
+    "The no-fly zone at Oak is lifted at 07:15. Assign relay at Thorn to UAV12."
+)
 MESSAGES = [{"role": "user", "content": ORDER}]
 
 
@@ -74,7 +77,7 @@ def test_every_stop_string_ends_the_reply_where_it_begins(engine: Clover, option
     """Substrings of what the model says, at every place: inside a token, across tokens, across blocks."""
     whole = engine.chat(MESSAGES, **options)
     assert engine.tokenizer is not None
-    stops = {whole.text[i : i + n] for n in (1, 4, 13) for i in range(0, len(whole.text) - n, 5)}
+    stops = {whole.text[i : i + n] for n in (1, 4, 13) for i in range(0, len(whole.text) - n, 9)}
     for stop in sorted(stops):
         text, reply, _ = collect(engine.stream(MESSAGES, stop=["\x00never", stop], **options))
         assert text == reply.text == whole.text[: whole.text.index(stop)]
