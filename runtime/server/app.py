@@ -21,6 +21,7 @@ from clover.runtime.server.body import read_json
 from clover.runtime.server.errors import ApiError, api_error
 from clover.runtime.server.generation import Generation, collect
 from clover.runtime.server.guard import Guard, error_response
+from clover.runtime.server.page import load_page
 from clover.runtime.server.service import Service
 from clover.runtime.server.sse import EventStream
 
@@ -119,6 +120,12 @@ def _add_plain(app: FastAPI, service: Service) -> None:
         if name not in service.model_names:
             raise ApiError(404, f"model {name[:100]!r} isn't here.", "model", "model_not_found")
         return _json(model(name))
+
+    page, headers = load_page()
+
+    @app.get("/")
+    async def chat_page() -> Response:
+        return Response(page, headers=headers)
 
     @app.get("/health")
     async def health() -> Response:
