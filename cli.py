@@ -65,6 +65,16 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
+def show(value: Any) -> None:
+    """JSON data as JSON, anything else as rich draws it; a pipe gets lines as wide as they need."""
+    if isinstance(value, dict | list):
+        return print_json(value)
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(value)
+    return None
+
+
 @app.command()
 @sentence_on_error
 def build(
@@ -287,6 +297,28 @@ def serve(
         "cache": cache,
     }
     serve_command(bundle, config, api_key_file, flags)
+
+
+@app.command()
+@sentence_on_error
+def validate(
+    bundle: BundlePath,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The checkpoint it was made from: compare with its weights as well.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Token ids to run; default random ones.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the random tokens.")] = 0,
+    trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Also follow a block token by token.")] = True,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a bundle's engine with the NumPy reference, layer by layer; exit code 1 when a gate fails."""
+    from clover.engines.validate.command import validate_command
+
+    result = validate_command(bundle, checkpoint, prompt, seed, trace, threads)
+    show(result.to_json() if as_json else result.render())
+    if not result.passed:
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,55 +11,59 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating[Any]]
 
-FAINT = 0.01  # rows smaller than this part of a typical row carry no direction of their own
-
 
 @dataclass
 class Agreement:
     """The worst agreement of two tensors over all runs of a validation.
 
-    cosine: of the worst row. norm_ratio: |engine| / |reference| of the run where it is farthest from 1. 1 and 1 until
-    something was added.
+    cosine: of all rows of a run as one vector. row_cosine: of the worst row. norm_ratio: |engine| / |reference| over
+    all runs together, which averages rounding noise out and leaves a wrong scale. 1 until something was added.
     """
 
     cosine: float = 1.0
-    norm_ratio: float = 1.0
+    row_cosine: float = 1.0
+    _squares: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def norm_ratio(self) -> float:
+        engine, reference = self._squares
+        if reference == 0.0:
+            return 1.0 if engine == 0.0 else math.inf
+        return math.sqrt(engine / reference)
 
     def add(self, engine: Floats, reference: Floats) -> None:
-        """Compares rows [N, D] of one run."""
+        """Compares rows [N, D] of one run. A value that is not finite makes the cosine -1."""
         e, r = engine.astype(np.float64), reference.astype(np.float64)
         if not e.size:
             return
         if not np.isfinite(e).all():
-            self.cosine, self.norm_ratio = -1.0, float("inf")
+            self.cosine = self.row_cosine = -1.0
             return
-        size_e, size_r = np.linalg.norm(e, axis=1), np.linalg.norm(r, axis=1)
-        typical = float(np.sqrt((size_r**2).mean()))
-        strong = np.maximum(size_e, size_r) > FAINT * typical
-        product = np.maximum(size_e * size_r, np.finfo(np.float64).tiny)
-        if typical > 0 and strong.any():
-            self.cosine = min(self.cosine, float(((e * r).sum(1) / product)[strong].min()))
-        ratio = norm_ratio(float(np.linalg.norm(e)), float(np.linalg.norm(r)))
-        if abs(ratio - 1) > abs(self.norm_ratio - 1):
-            self.norm_ratio = ratio
+        product, squares_e, squares_r = (e * r).sum(axis=1), (e * e).sum(axis=1), (r * r).sum(axis=1)  # [N] each
+        self.cosine = min(self.cosine, _cosine(product.sum(), squares_e.sum(), squares_r.sum()))
+        self.row_cosine = min(self.row_cosine, *map(_cosine, product, squares_e, squares_r))
+        self._squares = (self._squares[0] + float(squares_e.sum()), self._squares[1] + float(squares_r.sum()))
 
     def within(self, gate: Gate) -> bool:
         return self.cosine >= gate.cosine and abs(self.norm_ratio - 1) <= gate.norm
 
+    def to_json(self) -> dict[str, float]:
+        return {"cosine": self.cosine, "worst_row_cosine": self.row_cosine, "norm_ratio": self.norm_ratio}
+
+
+def _cosine(product: float, squares_e: float, squares_r: float) -> float:
+    """1 when both vectors are nothing, 0 when one is."""
+    if squares_e == 0.0 or squares_r == 0.0:
+        return float(squares_e == squares_r)
+    return float(product / math.sqrt(squares_e * squares_r))
+
 
 @dataclass(frozen=True)
 class Gate:
-    """Least cosine of any row, and most that the norm ratio may differ from 1."""
+    """Least cosine, and most that the norm ratio may differ from 1."""
 
     cosine: float
     norm: float
-
-
-def norm_ratio(engine: float, reference: float) -> float:
-    """|engine| / |reference|; 1 when both are nothing."""
-    if reference == 0.0:
-        return 1.0 if engine == 0.0 else float("inf")
-    return engine / reference
 
 
 @dataclass
@@ -84,3 +89,6 @@ class ExpertSets:
             else:
                 gap = np.abs(np.sort(logits[row][only_engine]) - np.sort(logits[row][only_reference])).max()
                 self.margin = max(self.margin, float(gap))
+
+    def to_json(self) -> dict[str, float | int]:
+        return {"different": self.different, "chosen": self.chosen, "margin": self.margin}

@@ -38,7 +38,7 @@ def ordinary_ids(manifest: Manifest) -> Ints:
 
 def random_prompt(manifest: Manifest, seed: int) -> list[int]:
     """A prompt of random ordinary tokens, as long as the context allows up to DEFAULT_PROMPT."""
-    longest = manifest.max_context - manifest.config.block_size - 2
+    longest = manifest.max_context - 2 * int(manifest.defaults["block_size"]) - 1
     rng = np.random.default_rng(seed)
     return rng.choice(ordinary_ids(manifest), max(1, min(DEFAULT_PROMPT, longest))).tolist()  # type: ignore[no-any-return]
 
