@@ -20,6 +20,7 @@ from clover.engines.validate.metrics import Floats
 from clover.engines.validate.report import Comparison, render
 from clover.engines.validate.runs import make_runs, random_prompt
 from clover.engines.validate.trace import trace_block
+from clover.engines.validate.weights import compare_weights
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.reference import ReferenceModel
 from clover.runtime.errors import BundleError, CheckpointError, RequestError
@@ -90,7 +91,8 @@ def validate(
     own = own_gates(precision, manifest.graph.accuracy_level)
     comparisons = [compare("own weights", BundleTensors(WeightStore(bundle)), own)]
     if source is not None:
-        comparisons.append(compare("checkpoint", source.tensors(), checkpoint_gates(precision)))
+        found = compare("checkpoint", source.tensors(), checkpoint_gates(precision))
+        comparisons.append(replace(found, weights=compare_weights(WeightStore(bundle), source)))
     return Validation(bundle, ids, comparisons)
 
 

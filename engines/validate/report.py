@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from clover.engines.validate.gates import ADDED_UP_TIE, ROUTING_TIE, Gates
 from clover.engines.validate.layers import HeadAgreement, LayerAgreement
 from clover.engines.validate.metrics import Agreement, Gate
 from clover.engines.validate.trace import Trace
+from clover.engines.validate.weights import WeightError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,11 +24,13 @@ class Comparison:
     layers: list[LayerAgreement]
     head: HeadAgreement
     trace: Trace | None
+    weights: list[WeightError] = field(default_factory=list)  # stored tensors against the checkpoint's
 
     @property
     def failures(self) -> list[str]:
         """One sentence for each gate that failed, in the order of computation: the first names the culprit."""
-        out = _failed("the embedding", self.head.embedding, self.gates.embedding)
+        out = [w.failure for w in self.weights if w.failure]
+        out += _failed("the embedding", self.head.embedding, self.gates.embedding)
         for layer in self.layers:
             out += layer_failures(layer, self.gates)
         out += _failed("the head", self.head.head, self.gates.head)
@@ -70,6 +73,7 @@ class Comparison:
             "head": head.head.to_json(),
             "logits": head.logits.to_json(),
             "same_best_token": {"rows": head.rows, "same": head.same_best},
+            "weights": [w.to_json() for w in self.weights],
             "trace": self.trace.to_json() if self.trace else None,
         }  # fmt: skip
 
@@ -108,6 +112,9 @@ def render(title: str, comparisons: list[Comparison]) -> RenderableType:
     parts: list[RenderableType] = []
     for c in comparisons:
         parts.append(_table(f"{title}, against {_name(c)}", c))
+        if c.weights:
+            worst = min(c.weights, key=lambda w: w.snr_db)
+            parts.append(Text(f"Stored weights: {worst.name} is worst, {worst.snr_db:.1f} dB from the checkpoint."))
         if c.trace:
             parts.append(Text(_trace_line(c.trace)))
         failures = c.failures
