@@ -258,13 +258,15 @@ def routing_case(name: str, a: CoresetAttributes, device: torch.device, rows: in
         "logits": logits.to(device),
         "commit_length": torch.zeros(1, dtype=torch.int64, device=device),
         "row_length": torch.full((1,), rows, dtype=torch.int64, device=device),
-        "top_p": torch.tensor(0.9, device=device),
+        "top_p": torch.tensor([0.9], device=device),
     }
     routed = torch.full_like(x["logits"], float("nan"))
 
     def wanted() -> dict[str, Array]:
         n = np.array([rows])
-        return {"routed_logits": moe_coreset_routing(logits.numpy(), 0 * n, n, np.float32(0.9), attributes=a)}
+        return {
+            "routed_logits": moe_coreset_routing(logits.numpy(), 0 * n, n, np.full(1, 0.9, np.float32), attributes=a)
+        }
 
     plan = routing.plan(a, sequences=1, rows=rows, experts=count)
     return Case(name, plan, {**x, "routed_logits": routed}, wanted, 2 * logits.nbytes)

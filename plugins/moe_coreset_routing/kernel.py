@@ -27,7 +27,7 @@ def route_block(
     commit_length,  # [S]
     row_length,  # [S]
     top_p,  # [S] float32
-    routed_logits,  # [S, rows, EXPERTS]; may be `logits` itself only if one row tile covers all rows
+    routed_logits,  # [S, rows, EXPERTS]; never `logits` itself, which other programs still read
     rows,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
