@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +127,13 @@ def clear_cache(bundle: Bundle) -> int:
 
 def cache_identity(bundle: Bundle) -> dict[str, str]:
     """What packed weights depend on."""
+    import onnxruntime
+
     return {
         "format": str(FORMAT),
         "cpu": cpu_name(),
         "instructions": hashlib.sha256(cpu_features().encode()).hexdigest(),
-        "onnxruntime": version("onnxruntime"),
+        "onnxruntime": str(onnxruntime.__version__),
         "system": f"{platform.system()} {platform.machine()}",
         "graph": hashlib.sha256(bundle.graph_bytes).hexdigest(),
         "manifest": _manifest_hash(bundle),

@@ -16,7 +16,7 @@ from oracle_support import tiny_checkpoint
 
 from clover.engines import cpu_cache, cpu_pack
 from clover.engines.build import BuildRequest, build_target
-from clover.engines.bundle import Bundle
+from clover.engines.bundle import Bundle, hash_file
 from clover.engines.open import open_session
 from clover.runtime.session import SequenceRows
 
@@ -78,9 +78,22 @@ def flip_byte(path: Path, *, keep_time: bool) -> None:
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+def poison(directory: Path, name: str) -> None:
+    """Zeros a file of an entry and makes the stamp agree: whole in itself, and wrong wherever it is used."""
+    path = directory / name
+    path.write_bytes(bytes(path.stat().st_size))
+    stamp = json.loads((directory / cpu_cache.STAMP).read_text())
+    stamp["files"][name] = {**cpu_cache._size_and_time(path), "sha256": hash_file(path)}
+    del stamp["sha256"]
+    (directory / cpu_cache.STAMP).write_text(json.dumps({**stamp, "sha256": cpu_cache._digest(stamp)}))
+
+
 def test_packed_weights_are_mapped_and_give_the_same_scores(bundle: Bundle) -> None:
     plain = decode(bundle, cache=False)
-    first, again = decode(bundle), decode(bundle)
+    first = decode(bundle)
+    written = (entry(bundle) / cpu_cache.STAMP).stat().st_mtime_ns
+    again = decode(bundle)
+    assert (entry(bundle) / cpu_cache.STAMP).stat().st_mtime_ns == written  # used, not made again
     assert first.scores == again.scores == plain.scores
     assert entry(bundle).parent.parent == bundle.directory
     parts = {p.name for p in entry(bundle).glob("part-*")}
@@ -128,8 +141,7 @@ def test_weights_packed_for_another_cpu_are_not_used(bundle: Bundle, monkeypatch
         other.setattr(cpu_cache, "cpu_features", lambda: "sve sme")
         decode(bundle)
         foreign = entry(bundle)
-        poison = foreign / "part-000.bin"
-        poison.write_bytes(bytes(poison.stat().st_size))  # wrong if ever read
+        poison(foreign, "part-000.bin")
     assert decode(bundle).scores == plain
     entries = {e.directory: e.current for e in cpu_cache.cache_entries(bundle)}
     assert entries.pop(foreign) is False and list(entries.values()) == [True]
