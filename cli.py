@@ -251,8 +251,8 @@ def serve(
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.  [default: 64]")] = None,
-    prefill_rows: Annotated[
-        int | None, typer.Option(help="Prompt tokens a step commits while others run.  [default: 64]")
+    shared_rows: Annotated[
+        int | None, typer.Option(help="Rows of each reply in a step they share; default by backend.")
     ] = None,
     cache_mb: Annotated[int | None, typer.Option(help="Memory for conversation states.  [default: 1024]")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take.  [default: 600]")] = None,
@@ -285,7 +285,7 @@ def serve(
         "max_context": max_context,
         "threads": threads,
         "max_queue": max_queue,
-        "prefill_rows": prefill_rows,
+        "shared_rows": shared_rows,
         "cache_mb": cache_mb,
         "request_timeout": request_timeout,
         "max_body_mb": max_body_mb,
@@ -318,6 +318,85 @@ def validate(
     result = validate_command(bundle, checkpoint, prompt, seed, trace, threads)
     show(result.to_json() if as_json else result.render())
     if not result.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+@sentence_on_error
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint or a bundle.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The checkpoint a bundle was made from: show what its precision costs.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint or a bundle holds: parameters, precisions, bytes, options."""
+    from clover.engines.inspect import inspect_path, render_inspection
+
+    data = inspect_path(path, checkpoint)
+    show(data if as_json else render_inspection(data))
+
+
+@app.command()
+@sentence_on_error
+def doctor(as_json: Json = False) -> None:
+    """Show what is installed, what can be built and run here, and what to install for the rest."""
+    from clover.engines.doctor import diagnose, render_diagnosis
+
+    data = diagnose()
+    show(data if as_json else render_diagnosis(data))
+
+
+@app.command()
+@sentence_on_error
+def gpus(as_json: Json = False) -> None:
+    """List the targets that `--gpu` knows."""
+    from clover.engines.gpus import gpus_table
+
+    data, table = gpus_table()
+    show(data if as_json else table)
+
+
+@app.command()
+@sentence_on_error
+def plan(
+    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint; default the published model.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="The target: a card, auto or cpu.")] = None,
+    sm: Annotated[str | None, typer.Option(help="Compute capability of any other card, with --memory.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Its memory, such as 16GiB.")] = None,
+    precision: Annotated[str, typer.Option(help="As for `clover build`.")] = "int4",
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale: 128, 64 or 32.")] = None,
+    max_context: Annotated[int, typer.Option(help="Tokens of context of every sequence.")] = 8192,
+    sequences: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
+    block_size: Annotated[list[int] | None, typer.Option(help="Block sizes (repeatable); default the model's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="tensorrt-rtx, tensorrt or onnxruntime.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="RAM of the machine, such as 64GiB.")] = None,
+    resident_experts: Annotated[int | None, typer.Option(help="Experts to keep on the card.")] = None,
+    distinct: Annotated[float | None, typer.Option(help="Measured experts a block touches in a layer.")] = None,
+    hit_rate: Annotated[float | None, typer.Option(help="Measured share of touched experts on the card.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether a model fits a target, and how fast it can be at most, before anything is built."""
+    from clover.engines.planner import plan_command
+
+    data, table = plan_command(
+        checkpoint,
+        gpu=gpu,
+        sm=sm,
+        memory=memory,
+        precision=precision,
+        group_size=group_size,
+        max_context=max_context,
+        sequences=sequences,
+        block_sizes=tuple(block_size or ()),
+        backend=backend,
+        host_memory=host_memory,
+        resident_experts=resident_experts,
+        distinct=distinct,
+        hit_rate=hit_rate,
+    )
+    show(data if as_json else table)
+    if not data["fits"]:
         raise typer.Exit(1)
 
 
