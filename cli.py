@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated
 
 import typer
 
+from clover.engines.commands import VERBS
 from clover.runtime.errors import CloverError
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from clover.runtime.terminal.verb import BundlePath, Json, print_json, sentence_on_error
 
 app = typer.Typer(
     name="clover",
@@ -26,61 +21,17 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-BundlePath = Annotated[Path, typer.Argument(help="A bundle made by `clover build`.")]
-
-
-def fail(message: str, code: int = 2) -> typer.Exit:
-    """One sentence on stderr and an exit code."""
-    print("clover:", " ".join(message.splitlines()), file=sys.stderr)
-    return typer.Exit(code)
-
-
-def sentence_on_error(verb: Callable[P, R]) -> Callable[P, R]:
-    """A user's mistake becomes one sentence and exit code 2, never a traceback."""
-
-    @wraps(verb)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return verb(*args, **kwargs)
-        except CloverError as error:
-            raise fail(str(error), error.exit_code) from None
-        except KeyboardInterrupt:
-            raise fail("interrupted.", 130) from None
-        except MemoryError:
-            raise fail("out of memory; close other programs or choose a smaller --max-context.") from None
-        except BrokenPipeError:  # the reader of our output has left: nobody to tell
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            raise fail(
-                f"{where}{error.strerror or error}; check the path, its permissions and the free space."
-            ) from None
-
-    return run
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False))
-
-
-def show(value: Any) -> None:
-    """JSON data as JSON, anything else as rich draws it; a pipe gets lines as wide as they need."""
-    if isinstance(value, dict | list):
-        return print_json(value)
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(value)
-    return None
-
 
 @app.command()
 @sentence_on_error
 def build(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint directory, or org/name on the Hugging Face hub.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Where the bundle goes.")],
-    gpu: Annotated[str, typer.Option(help="The target: `cpu`, or a card (see `clover gpus`).")] = "cpu",
+    gpu: Annotated[
+        str | None, typer.Option(help="The target: `cpu` (default), `auto`, or a card (see `clover gpus`).")
+    ] = None,
+    sm: Annotated[str | None, typer.Option(help="With --memory: a card that is not in the table, such as 120.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Its memory, such as 16GiB.")] = None,
     precision: Annotated[
         str | None, typer.Option(help="fp32, bf16, int8 or int4; per class: int4,lm_head=int8,embed=bf16.")
     ] = None,
@@ -126,6 +77,8 @@ def build(
         checkpoint=resolve_source(checkpoint),
         out=out,
         target=gpu,
+        sm=sm,
+        memory=memory,
         precision=base,
         overrides=overrides,
         group_size=group_size,
@@ -218,28 +171,6 @@ def run(
 
 @app.command()
 @sentence_on_error
-def logits(
-    bundle: BundlePath,
-    block: Annotated[str, typer.Option(help="Token ids of the previewed block, masks included: 3,3,3,….")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The .npz file to write.")],
-    prompt: Annotated[str, typer.Option(help="Token ids committed before it; may be empty.")] = "1,2,3",
-    coreset_top_p: Annotated[
-        float | None, typer.Option(help="Share of router votes the block's experts cover.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Write the raw logits of a prompt and a block to a file (needs a bundle built --with-logits)."""
-    from clover.engines.logits import logits_command
-
-    written = logits_command(bundle, prompt, block, out, coreset_top_p)
-    if as_json:
-        print_json(written)
-    else:
-        print(f"{out}: {written['prompt_tokens']} + {written['block_size']} rows of {written['vocab_size']} logits")
-
-
-@app.command()
-@sentence_on_error
 def serve(
     bundle: BundlePath,
     host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
@@ -301,103 +232,33 @@ def serve(
 
 @app.command()
 @sentence_on_error
-def validate(
+def cache(
     bundle: BundlePath,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="The checkpoint it was made from: compare with its weights as well.")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Token ids to run; default random ones.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the random tokens.")] = 0,
-    trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Also follow a block token by token.")] = True,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them; the next load packs them again.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare a bundle's engine with the NumPy reference, layer by layer; exit code 1 when a gate fails."""
-    from clover.engines.validate.command import validate_command
+    """List the weights kept packed for CPUs, or remove them."""
+    from clover.engines.bundle import Bundle
+    from clover.engines.cpu_cache import cache_entries, clear_cache
 
-    result = validate_command(bundle, checkpoint, prompt, seed, trace, threads)
-    show(result.to_json() if as_json else result.render())
-    if not result.passed:
-        raise typer.Exit(1)
-
-
-@app.command()
-@sentence_on_error
-def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint or a bundle.")],
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="The checkpoint a bundle was made from: show what its precision costs.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Show what a checkpoint or a bundle holds: parameters, precisions, bytes, options."""
-    from clover.engines.inspect import inspect_path, render_inspection
-
-    data = inspect_path(path, checkpoint)
-    show(data if as_json else render_inspection(data))
+    opened = Bundle.open(bundle, verify=False)
+    entries = cache_entries(opened)
+    freed = clear_cache(opened) if clear else 0
+    if as_json:
+        kept = [{**vars(e), "directory": str(e.directory)} for e in entries]
+        print_json({"entries": [] if clear else kept, "freed": freed})
+    elif clear:
+        print(f"{bundle}: {freed / 1e6:.1f} MB freed")
+    else:
+        for e in entries:
+            use = "this machine" if e.current else "not used here"
+            print(f"{e.directory}: {e.nbytes / 1e6:.1f} MB, {e.cpu}, onnxruntime {e.onnxruntime}, {use}")
+        if not entries:
+            print(f"{bundle}: no packed weights are kept")
 
 
-@app.command()
-@sentence_on_error
-def doctor(as_json: Json = False) -> None:
-    """Show what is installed, what can be built and run here, and what to install for the rest."""
-    from clover.engines.doctor import diagnose, render_diagnosis
-
-    data = diagnose()
-    show(data if as_json else render_diagnosis(data))
-
-
-@app.command()
-@sentence_on_error
-def gpus(as_json: Json = False) -> None:
-    """List the targets that `--gpu` knows."""
-    from clover.engines.gpus import gpus_table
-
-    data, table = gpus_table()
-    show(data if as_json else table)
-
-
-@app.command()
-@sentence_on_error
-def plan(
-    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint; default the published model.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="The target: a card, auto or cpu.")] = None,
-    sm: Annotated[str | None, typer.Option(help="Compute capability of any other card, with --memory.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Its memory, such as 16GiB.")] = None,
-    precision: Annotated[str, typer.Option(help="As for `clover build`.")] = "int4",
-    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale: 128, 64 or 32.")] = None,
-    max_context: Annotated[int, typer.Option(help="Tokens of context of every sequence.")] = 8192,
-    sequences: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
-    block_size: Annotated[list[int] | None, typer.Option(help="Block sizes (repeatable); default the model's.")] = None,
-    backend: Annotated[str | None, typer.Option(help="tensorrt-rtx, tensorrt or onnxruntime.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="RAM of the machine, such as 64GiB.")] = None,
-    resident_experts: Annotated[int | None, typer.Option(help="Experts to keep on the card.")] = None,
-    distinct: Annotated[float | None, typer.Option(help="Measured experts a block touches in a layer.")] = None,
-    hit_rate: Annotated[float | None, typer.Option(help="Measured share of touched experts on the card.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Say whether a model fits a target, and how fast it can be at most, before anything is built."""
-    from clover.engines.planner import plan_command
-
-    data, table = plan_command(
-        checkpoint,
-        gpu=gpu,
-        sm=sm,
-        memory=memory,
-        precision=precision,
-        group_size=group_size,
-        max_context=max_context,
-        sequences=sequences,
-        block_sizes=tuple(block_size or ()),
-        backend=backend,
-        host_memory=host_memory,
-        resident_experts=resident_experts,
-        distinct=distinct,
-        hit_rate=hit_rate,
-    )
-    show(data if as_json else table)
-    if not data["fits"]:
-        raise typer.Exit(1)
+for verb in VERBS:
+    app.command()(verb)
 
 
 def main() -> None:

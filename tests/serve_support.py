@@ -80,7 +80,7 @@ def job_for(engine: Clover, prompt: Sequence[int], **options: Any) -> tuple[Job,
     chosen = engine.options(**options)
     owner = Owner()
     decoder = engine.decoder(prompt, chosen)
-    return Job(decoder, list(prompt), owner, full_rows=2 * chosen.block_size), owner
+    return Job(decoder, list(prompt), owner, least_rows=chosen.block_size), owner
 
 
 class ScriptedSession:

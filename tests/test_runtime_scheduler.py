@@ -80,7 +80,7 @@ def test_a_reply_in_a_batch_is_the_reply_alone() -> None:
     assert got == [alone(prompt, **options) for prompt, options in asked]
     assert {owner.outcomes[0] for _, owner in pairs} == {"done"}
     assert max(s for s, _ in session.shapes) == 3
-    assert all(longest <= 64 for s, longest in session.shapes if s > 1), "a long prompt held the others up"
+    assert all(longest <= 32 for s, longest in session.shapes if s > 1), "a long prompt held the others up"
 
 
 def test_a_lone_request_gets_whole_chunks_and_one_row_of_slots() -> None:
@@ -97,10 +97,10 @@ def test_a_lone_request_gets_whole_chunks_and_one_row_of_slots() -> None:
 
 def test_a_short_reply_is_not_held_up_by_a_long_prompt() -> None:
     engine = nano()
-    with scheduled(2, prefill_rows=16) as (scheduler, _):
+    with scheduled(2, shared_rows=16) as (scheduler, _):
         slow, slow_owner = job_for(engine, chat_ids(engine, LONG * 3), max_new_tokens=8)
         quick, quick_owner = job_for(engine, chat_ids(engine, "Hello"), max_new_tokens=8, block_size=8)
-        slow.full_rows = 16
+        slow.least_rows = 16
         scheduler.submit([slow, quick])
         quick_owner.wait()
         assert not slow_owner.tokens

@@ -32,7 +32,7 @@ class Job:
     decoder: Decoder
     prompt: Sequence[int]
     sink: Sink
-    full_rows: int  # rows of the largest step this decoder makes once its prompt is committed
+    least_rows: int = 1  # fewest rows in which this decoder can go on: its block
     deadline: float | None = None
     cacheable: bool = True
     borders: tuple[int, ...] = ()  # prompt lengths worth keeping, ascending

@@ -41,8 +41,11 @@ class StepReport:
 class Scheduler:
     """Runs jobs over the slots of one session. All public methods may be called from any thread.
 
-    A step carries the next rows of every live job: chunks of prompts, previews and commits in any mixture. While
-    several jobs live, prompts are committed in chunks of at most `prefill_rows` rows, so that a long one holds nobody up.
+    A step carries the next rows of every live job: chunks of prompts, previews and commits in any mixture. A job that
+    lives alone takes as many rows as the session has. While several do, each is held to `shared_rows` rows (or its block,
+    if that is larger): every sequence of a step costs as many rows as the longest, so a long prompt would hold the others
+    up. At one block's rows a commit goes without the next block's first preview: one step more of half the rows, which
+    is cheaper where time goes with rows (a CPU); at two blocks' rows they share a step, where it goes with steps (a GPU).
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Scheduler:
         session: StepSession,
         *,
         max_queue: int = 64,
-        prefill_rows: int = 64,
+        shared_rows: int = 32,
         cache_bytes: int = 0,
         cache_least_tokens: int = 64,
         turn_opener: int | None = None,
@@ -58,7 +61,7 @@ class Scheduler:
     ) -> None:
         self.cache = ConversationCache(cache_bytes)
         self._session, self._slots = session, SlotTable(session)
-        self._max_queue, self._prefill_rows = max_queue, prefill_rows
+        self._max_queue, self._shared_rows = max_queue, shared_rows
         self._least, self._opener, self._on_step = cache_least_tokens, turn_opener, on_step
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -197,7 +200,7 @@ class Scheduler:
         jobs = list(self._slots)
         limit = self._session.max_rows
         if len(jobs) > 1:
-            limit = min(limit, max(self._prefill_rows, *(job.full_rows for _, job in jobs)))
+            limit = min(limit, max(self._shared_rows, *(job.least_rows for _, job in jobs)))
         began = time.perf_counter()
         try:
             plans: list[SequenceRows] = [job.plan(slot, limit) for slot, job in jobs]

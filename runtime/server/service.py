@@ -38,7 +38,7 @@ class Service:
         self.scheduler = Scheduler(
             engine.session,
             max_queue=settings.max_queue,
-            prefill_rows=settings.prefill_rows,
+            shared_rows=settings.shared_rows or _shared_rows(engine),
             cache_bytes=settings.cache_mb * 2**20,
             turn_opener=_turn_opener(engine.template, engine.tokenizer),
             on_step=self.metrics.step,
@@ -116,10 +116,14 @@ class Service:
             parse_tools=bool(ask.tools),
         )
         sink = ChoiceSink(generation, choice, decoder, parser, steps=ask.steps, thinking=ask.starts_in_thinking)
-        sink.job = Job(
-            decoder, prompt, sink, full_rows=2 * options.block_size, deadline=deadline, cacheable=ask.use_cache
-        )
+        sink.job = Job(decoder, prompt, sink, least_rows=options.block_size, deadline=deadline, cacheable=ask.use_cache)
         return sink.job
+
+
+def _shared_rows(engine: Clover) -> int:
+    """One trained block where a step's time goes with its rows, four where it goes with the weights it reads."""
+    manifest = engine.bundle.manifest
+    return manifest.trained_block_size * (1 if manifest.target.backend == "onnxruntime" else 4)
 
 
 def _turn_opener(template: ChatTemplate | None, tokenizer: Tokenizer) -> int | None:

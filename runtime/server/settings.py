@@ -18,7 +18,8 @@ TABLE = "serve"
 class ServeSettings:
     """How a bundle is served. Raises CloverError naming the setting that can't be.
 
-    slots: replies developed at once. prefill_rows: prompt tokens a step commits while others are being answered.
+    slots: replies developed at once. shared_rows: rows of each in a step while there are several; None leaves it to the
+    backend.
     cache_mb: memory for kept conversation states, 0 for none. request_timeout, shutdown_grace: seconds.
     """
 
@@ -30,7 +31,7 @@ class ServeSettings:
     max_context: int | None = None
     threads: int | None = None
     max_queue: int = 64
-    prefill_rows: int = 64
+    shared_rows: int | None = None
     cache_mb: int = 1024
     request_timeout: float = 600.0
     max_body_mb: int = 8
@@ -46,14 +47,14 @@ class ServeSettings:
             ("port", 0, 65535),
             ("slots", 1, 256),
             ("max_queue", 0, 100_000),
-            ("prefill_rows", 1, 65536),
+            ("shared_rows", 1, 65536),
             ("cache_mb", 0, 2**24),
             ("request_timeout", 0.001, 86400.0),
             ("max_body_mb", 1, 1024),
             ("shutdown_grace", 0.0, 86400.0),
         ):
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise CloverError(f"{_flag(name)} is {value}; it must be from {low:g} to {high:g}.")
         if any(len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key for key in self.api_key):
             raise CloverError("--api-key must be at least 8 printable ASCII characters without spaces.")

@@ -1,0 +1,195 @@
+"""What the server costs and what its batching and its conversation cache gain, all in one run.
+
+    python benchmarks/serve.py BUNDLE [--threads 1] [--repeats 20] [--json out.json]
+
+- overhead: one client's streamed replies over HTTP against the same replies from the library, in turns
+- throughput: 1 to 16 clients at once, tokens a second against one client
+- agent trace: ten turns whose prompt grows, time to the first token with the conversation cache and without
+
+Trust the ratios, not the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from clover import Clover
+
+CHAT = "/v1/chat/completions"
+QUESTION = (
+    "Parse the dispatch: UAV7: move waypoint 3 to 120,455. Assign survey at Cedar to UAV12. "
+    "Send UAV31 to Thorn, priority high. UAV9 search radius 750 metres."
+)
+NEVER_ENDS = {0: -100.0, 2: -100.0}
+
+
+@contextmanager
+def serving(bundle: Path, threads: int, *flags: str) -> Iterator[httpx.Client]:
+    """A client of a server in a process of its own."""
+    command = [sys.executable, "-m", "clover.cli", "serve", str(bundle), "--port", "0", "--threads", str(threads)]
+    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"at (http://\S+)", line):
+            break
+    else:
+        raise SystemExit("the server did not start")
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=found[1], timeout=600, trust_env=False) as client:
+        pool.submit(process.stderr.read)  # or its log would fill the pipe
+        for _ in range(500):
+            try:
+                client.get("/ready")
+                break
+            except httpx.HTTPError:
+                time.sleep(0.02)
+        try:
+            yield client
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def ask(client: httpx.Client, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+    """One streamed reply: seconds to the first token and in all, text and usage."""
+    body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **fields}
+    began, first, text = time.perf_counter(), None, ""
+    usage: dict[str, Any] = {}
+    with client.stream("POST", CHAT, json=body) as response:
+        if response.status_code != 200:
+            raise SystemExit(response.read().decode())
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                first = first or time.perf_counter() - began
+                text += chunk["choices"][0]["delta"]["content"]
+            usage = chunk.get("usage") or usage
+    return {"first": first or 0.0, "total": time.perf_counter() - began, "text": text, "usage": usage}
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def overhead(bundle: Path, threads: int, repeats: int) -> dict[str, float]:
+    """One client over HTTP against the library, alternating, so that both see the same machine."""
+    messages = [{"role": "user", "content": QUESTION}]
+    times: dict[str, list[float]] = {"library": [], "server": [], "library_first": [], "server_first": []}
+    with Clover.load(bundle, threads=threads) as engine, serving(bundle, threads, "--cache-mb", "0") as client:
+        for turn in range(repeats + 2):
+            bare = engine.chat(messages, max_new_tokens=128).statistics
+            over = ask(client, messages, max_tokens=128)
+            if turn >= 2:  # the first ones warm up
+                times["library"].append(bare.total_time)
+                times["library_first"].append(bare.time_to_first_token or 0.0)
+                times["server"].append(over["total"])
+                times["server_first"].append(over["first"])
+    result = {name: median(values) for name, values in times.items()}
+    result["ratio"] = result["server"] / result["library"]
+    result["added_ms"] = 1000 * (result["server"] - result["library"])
+    return result
+
+
+def throughput(bundle: Path, threads: int, tokens: int) -> list[dict[str, float]]:
+    """Tokens a second with more and more clients at once, and the longest wait for a first token."""
+    rows = []
+    bias = {str(token): value for token, value in NEVER_ENDS.items()}
+    with serving(bundle, threads, "--cache-mb", "0", "--slots", "16") as client:
+        for clients in (1, 2, 4, 8, 16):
+
+            def one(number: int) -> dict[str, Any]:
+                messages = [{"role": "user", "content": f"{QUESTION} Number {number}."}]
+                return ask(client, messages, max_tokens=tokens, logit_bias=bias)
+
+            one(0)
+            began = time.perf_counter()
+            with ThreadPoolExecutor(clients) as pool:
+                replies = list(pool.map(one, range(2 * clients)))
+            seconds = time.perf_counter() - began
+            made = sum(r["usage"]["completion_tokens"] for r in replies)
+            first = median([r["first"] for r in replies])
+            rows.append({"clients": clients, "tokens_per_second": made / seconds, "first_token": first})
+    for row in rows:
+        row["ratio"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+    return rows
+
+
+def agent_trace(bundle: Path, threads: int, turns: int, repeats: int) -> list[dict[str, float]]:
+    """A conversation that grows by a tool's result a turn. Each turn is asked with the cache and without, in turns."""
+    system = "You dispatch drones. " + " ".join(f"Rule {i}: UAV{i} keeps clear of site {i}." for i in range(80))
+    rows: list[dict[str, float]] = []
+    bias = {str(token): value for token, value in NEVER_ENDS.items()}
+    with serving(bundle, threads, "--cache-mb", "256") as client:
+        for run in range(repeats):
+            messages = [{"role": "system", "content": f"{system} Run {run}."}]
+            for turn in range(turns):
+                messages.append({"role": "user", "content": f"Result {turn}: UAV{turn} at Cedar. Repeat: Elm {turn}"})
+                plain = ask(client, messages, max_tokens=24, cache_prompt=False, logit_bias=bias)
+                kept = ask(client, messages, max_tokens=24, logit_bias=bias)
+                if plain["text"] != kept["text"]:
+                    raise SystemExit(f"turn {turn}: the reply with the cache differs from the one without")
+                messages.append({"role": "assistant", "content": kept["text"]})
+                usage = kept["usage"]
+                rows.append(
+                    {
+                        "turn": turn,
+                        "prompt_tokens": usage["prompt_tokens"],
+                        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                        "without": plain["first"],
+                        "with": kept["first"],
+                    }
+                )
+    return [
+        {name: median([row[name] for row in rows if row["turn"] == turn]) for name in rows[0]} for turn in range(turns)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+
+    cost = overhead(given.bundle, given.threads, given.repeats)
+    print(
+        f"library {1000 * cost['library']:.1f} ms, server {1000 * cost['server']:.1f} ms a reply: x{cost['ratio']:.3f}"
+    )
+    print(f"first token: {1000 * cost['library_first']:.1f} ms, {1000 * cost['server_first']:.1f} ms\n")
+    load = throughput(given.bundle, given.threads, given.tokens)
+    print("clients  tokens/s  against one  median first token")
+    for row in load:
+        print(
+            f"{row['clients']:7} {row['tokens_per_second']:9.0f} {row['ratio']:11.2f}x {1000 * row['first_token']:15.0f} ms"
+        )
+    trace = agent_trace(given.bundle, given.threads, 10, max(1, given.repeats // 5))
+    print("\nturn  prompt  from cache  first token without  with  ratio")
+    for row in trace:
+        shown = f"{row['turn']:4.0f} {row['prompt_tokens']:7.0f} {row['cached_tokens']:11.0f}"
+        print(
+            f"{shown} {1000 * row['without']:17.0f} ms {1000 * row['with']:4.0f} ms {row['with'] / row['without']:5.2f}"
+        )
+    whole = [sum(row[name] for row in trace) for name in ("with", "without")]
+    print(f"all turns: {whole[0] / whole[1]:.2f} of the time to the first token")
+    if given.json:
+        given.json.write_text(json.dumps({"overhead": cost, "throughput": load, "trace": trace}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
