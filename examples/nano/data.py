@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from random import Random
 
-HELD_OUT_SEED = 99991  # evaluation only; `training_stream` refuses it
+HELD_OUT_SEED = 99991  # evaluation only; packing.batches refuses it
 
 SITES = [
     "Alder",
@@ -191,26 +191,21 @@ def echo(r: Random) -> tuple[str, str]:
     return f"Repeat: {text}", text
 
 
-TASK_SHARES: dict[str, tuple[Task, float]] = {
-    "dispatch": (dispatch, 0.55),
-    "tool": (tool, 0.25),
-    "decide": (decide, 0.2),
-}
+TASKS_BY_NAME: dict[str, Task] = {"dispatch": dispatch, "tool": tool, "decide": decide}
+DEFAULT_SHARES = {"dispatch": 0.55, "tool": 0.25, "decide": 0.2}
 
 
-def sample(r: Random) -> tuple[str, str, str]:
-    """Draws (task name, prompt, answer) with the task shares of the held-out evaluation."""
-    names = list(TASK_SHARES)
-    name = r.choices(names, [share for _, share in TASK_SHARES.values()])[0]
-    prompt, answer = TASK_SHARES[name][0](r)
-    return name, prompt, answer
+def sample(r: Random, shares: dict[str, float] = DEFAULT_SHARES) -> tuple[str, str]:
+    """Draws one (prompt, answer) of a random task."""
+    name = r.choices(list(shares), list(shares.values()))[0]
+    return TASKS_BY_NAME[name](r)
 
 
 def held_out(task: str, count: int) -> list[tuple[str, str]]:
     """The first `count` held-out examples of one task, always the same ones."""
     r = Random(HELD_OUT_SEED)
-    generator = TASK_SHARES[task][0]
-    return [generator(r) for _ in range(count)]
+    generate = TASKS_BY_NAME[task]
+    return [generate(r) for _ in range(count)]
 
 
 def render_prompt(prompt: str) -> str:

@@ -143,7 +143,7 @@ def main() -> None:
     a.add_argument("--threshold", type=float, default=0.95)
     args = a.parse_args()
     model, tokenizer = load(args.checkpoint)
-    for task in data.TASK_SHARES:
+    for task in data.TASKS_BY_NAME:
         print(f"{task}: {score(model, tokenizer, task, args.count, args.threshold)}", flush=True)
 
 

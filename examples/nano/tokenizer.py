@@ -43,7 +43,7 @@ def train_tokenizer(path: Path, vocab_size: int, samples: int = 20_000) -> Token
     def texts() -> Iterator[str]:
         r = Random(7)
         for _ in range(samples):
-            _, prompt, answer = data.sample(r)
+            prompt, answer = data.sample(r)
             yield prompt
             yield answer
             yield "user\n"

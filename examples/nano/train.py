@@ -78,7 +78,7 @@ def losses(model: NanoClover, batch: TrainingBatch, own_steps: int) -> tuple[Ten
     return causal, preview, torch.stack(commit.balance + balance).mean()
 
 
-def learning_rate(fraction: float, step: int, warmup: int = 60, decay: float = 0.35) -> float:
+def learning_rate(fraction: float, step: int, decay: float, warmup: int = 60) -> float:
     """Warm-up, constant, then linear decay over the last part: relative to the peak."""
     return min(1.0, (step + 1) / warmup) * min(1.0, (1 - fraction) / decay + 0.01)
 
@@ -94,6 +94,9 @@ def main() -> None:
     a.add_argument("--muon-lr", type=float, default=0.02)
     a.add_argument("--adam-lr", type=float, default=3e-3)
     a.add_argument("--echo", type=float, default=0.5, help="share of echo samples at the start; falls to 0.05")
+    a.add_argument("--shares", type=float, nargs=3, default=[0.55, 0.25, 0.2], help="of dispatch, tool, decide")
+    a.add_argument("--decay", type=float, default=0.35, help="part of the time in which the learning rate falls to 0")
+    a.add_argument("--full-precision-from", type=float, default=0.85, help="part of the time after which bfloat16 ends")
     a.add_argument("--own-fill", type=float, default=0.0, help="share of steps with the model's own fill as noise")
     a.add_argument("--seed", type=int, default=1)
     a.add_argument("--threads", type=int, default=1)
@@ -121,16 +124,16 @@ def main() -> None:
         share = args.echo if fraction < 0.2 else max(0.05, args.echo * (1 - (fraction - 0.2) / 0.3))
         if r.random() < share:
             return data.echo(r)
-        return data.sample(r)[1:]
+        return data.sample(r, dict(zip(data.TASKS_BY_NAME, args.shares, strict=True)))
 
     stream = batches(draw, tokenizer, args.seed, args.rows, args.chunks, args.blocks, prompt_weight=0.1)
     start = last_eval = time.monotonic()
     step, smooth = 0, (0.0, 0.0)
     set_half(model, True)
     while (fraction := (time.monotonic() - start) / (60 * args.minutes)) < 1:
-        if fraction > 0.85:  # the last part in full precision, which is what evaluation uses
+        if fraction > args.full_precision_from:  # the last part in full precision, which is what evaluation uses
             set_half(model, False)
-        scale = learning_rate(fraction, step)
+        scale = learning_rate(fraction, step, args.decay)
         own_steps = r.randint(1, 3) if r.random() < args.own_fill else 0
         causal, preview, balance = losses(model, next(stream), own_steps)
         model.zero_grad(set_to_none=True)
@@ -153,7 +156,7 @@ def main() -> None:
         if now - last_eval > 60 * args.eval_minutes:
             last_eval = now
             plain.load_state_dict(model.state_dict())
-            causal_scores = {task: evaluate.causal_score(plain, tokenizer, task, 32) for task in data.TASK_SHARES}
+            causal_scores = {task: evaluate.causal_score(plain, tokenizer, task, 32) for task in data.TASKS_BY_NAME}
             print(
                 "held out, autoregressive: " + "  ".join(f"{t} {s:.3f}" for t, s in causal_scores.items()), flush=True
             )
@@ -161,7 +164,7 @@ def main() -> None:
                 print(f"held out: dispatch {evaluate.score(plain, tokenizer, 'dispatch', 32)}", flush=True)
             save_checkpoint(model, args.out)
     plain.load_state_dict(model.state_dict())
-    for task in data.TASK_SHARES:
+    for task in data.TASKS_BY_NAME:
         print(f"held out: {task} {evaluate.score(plain, tokenizer, task, 100)}", flush=True)
     save_checkpoint(model, args.out)
 
