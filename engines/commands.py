@@ -1,0 +1,130 @@
+"""The verbs that look at models, bundles and machines; `clover.cli` puts them under `clover`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clover.runtime.terminal.verb import BundlePath, Json, print_json, sentence_on_error, show
+
+
+@sentence_on_error
+def logits(
+    bundle: BundlePath,
+    block: Annotated[str, typer.Option(help="Token ids of the previewed block, masks included: 3,3,3,….")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The .npz file to write.")],
+    prompt: Annotated[str, typer.Option(help="Token ids committed before it; may be empty.")] = "1,2,3",
+    coreset_top_p: Annotated[
+        float | None, typer.Option(help="Share of router votes the block's experts cover.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the raw logits of a prompt and a block to a file (needs a bundle built --with-logits)."""
+    from clover.engines.logits import logits_command
+
+    written = logits_command(bundle, prompt, block, out, coreset_top_p)
+    if as_json:
+        print_json(written)
+    else:
+        print(f"{out}: {written['prompt_tokens']} + {written['block_size']} rows of {written['vocab_size']} logits")
+
+
+@sentence_on_error
+def validate(
+    bundle: BundlePath,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The checkpoint it was made from: compare with its weights as well.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Token ids to run; default random ones.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the random tokens.")] = 0,
+    trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Also follow a block token by token.")] = True,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a bundle's engine with the NumPy reference, layer by layer; exit code 1 when a gate fails."""
+    from clover.engines.validate.command import validate_command
+
+    result = validate_command(bundle, checkpoint, prompt, seed, trace, threads)
+    show(result.to_json() if as_json else result.render())
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+@sentence_on_error
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint or a bundle.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The checkpoint a bundle was made from: show what its precision costs.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint or a bundle holds: parameters, precisions, bytes, options."""
+    from clover.engines.inspect import inspect_path, render_inspection
+
+    data = inspect_path(path, checkpoint)
+    show(data if as_json else render_inspection(data))
+
+
+@sentence_on_error
+def doctor(as_json: Json = False) -> None:
+    """Show what is installed, what can be built and run here, and what to install for the rest."""
+    from clover.engines.doctor import diagnose, render_diagnosis
+
+    data = diagnose()
+    show(data if as_json else render_diagnosis(data))
+
+
+@sentence_on_error
+def gpus(as_json: Json = False) -> None:
+    """List the targets that `--gpu` knows."""
+    from clover.engines.gpus import gpus_table
+
+    data, table = gpus_table()
+    show(data if as_json else table)
+
+
+@sentence_on_error
+def plan(
+    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint; default the published model.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="The target: a card, auto or cpu.")] = None,
+    sm: Annotated[str | None, typer.Option(help="Compute capability of any other card, with --memory.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Its memory, such as 16GiB.")] = None,
+    precision: Annotated[str, typer.Option(help="As for `clover build`.")] = "int4",
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale: 128, 64 or 32.")] = None,
+    max_context: Annotated[int, typer.Option(help="Tokens of context of every sequence.")] = 8192,
+    sequences: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
+    block_size: Annotated[list[int] | None, typer.Option(help="Block sizes (repeatable); default the model's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="tensorrt-rtx, tensorrt or onnxruntime.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="RAM of the machine, such as 64GiB.")] = None,
+    resident_experts: Annotated[int | None, typer.Option(help="Experts to keep on the card.")] = None,
+    distinct: Annotated[float | None, typer.Option(help="Measured experts a block touches in a layer.")] = None,
+    hit_rate: Annotated[float | None, typer.Option(help="Measured share of touched experts on the card.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether a model fits a target, and how fast it can be at most, before anything is built."""
+    from clover.engines.planner import plan_command
+
+    data, table = plan_command(
+        checkpoint,
+        gpu=gpu,
+        sm=sm,
+        memory=memory,
+        precision=precision,
+        group_size=group_size,
+        max_context=max_context,
+        sequences=sequences,
+        block_sizes=tuple(block_size or ()),
+        backend=backend,
+        host_memory=host_memory,
+        resident_experts=resident_experts,
+        distinct=distinct,
+        hit_rate=hit_rate,
+    )
+    show(data if as_json else table)
+    if not data["fits"]:
+        raise typer.Exit(1)
+
+
+VERBS = (inspect, validate, logits, plan, gpus, doctor)
