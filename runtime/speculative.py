@@ -157,6 +157,8 @@ class SpeculativeDecoder:
     def _place_first(self, token: TokenInfo) -> None:
         """The causal pass gave the draft's first token."""
         self._block[0], self._masked[0] = token.id, False
+        if not self._masked.any():  # a block of one token: nothing to preview
+            self._drafted, self._length = True, 1
 
     def _fill(self, candidates: Candidates) -> StepEvent:
         """One preview drafts the whole block, sure or not: another would cost as much as the verification it helps."""
@@ -198,6 +200,7 @@ class SpeculativeDecoder:
     def _plan_verification(self, slot: int, max_rows: int) -> SequenceRows:
         size, length = self._options.block_size, self._length
         draft = self._block[:length]
+        self._penalties.at_length(self.counts.response_tokens)
         penalties = RowPenalties(
             self._penalties, self._options, draft.tolist(), self.counts.response_tokens, self._ending
         )
