@@ -67,7 +67,9 @@ class Clover:
         Raises BundleError when the bundle is damaged or for another machine.
         """
         bundle = Bundle.open(directory, verify=verify)
-        session = open_session(bundle, max_context=max_context, threads=threads, cache=cache, provider=provider)
+        session = open_session(
+            bundle, max_context=max_context, threads=threads, cache=cache, verify=verify, provider=provider
+        )
         folder = bundle.directory / TOKENIZER_DIRECTORY
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
         template = load_template(folder, tokenizer) if tokenizer else None
