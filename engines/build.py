@@ -50,7 +50,7 @@ class BuildRequest:
 
     checkpoint: Path
     out: Path
-    target: str = "cpu"
+    target: str | None = None  # None: the CPU, or `sm` and `memory`
     precision: Precision = "int4"
     overrides: Mapping[TensorClass, Precision] = field(default_factory=dict)
     group_size: int | None = None
@@ -63,20 +63,25 @@ class BuildRequest:
     sequences: int = 1  # slots of a GPU engine
     resident_experts: int | None = None  # most routed experts on the card; None: as many as fit
     reuse: Path | None = None  # a bundle of the same checkpoint and precision whose weights are taken over
+    sm: str | None = None  # with `memory`: a card that is not in the table, in place of `target`
+    memory: str | None = None
+    kernel_cache: Path | None = None  # compiled kernels kept between builds
 
 
 def build_target(request: BuildRequest, progress: Progress = lambda what, done, total: None) -> Bundle:
     """Builds for the request's target. Raises CloverError for a target that can't be built."""
     from clover.engines.gpus import resolve_gpu
 
-    gpu = resolve_gpu(request.target)
+    given = request.target or (None if request.sm or request.memory else "cpu")
+    gpu = resolve_gpu(given, request.sm, request.memory)
     if gpu.is_cpu:
         if request.sequences != 1 or request.resident_experts is not None:
             raise CloverError("--sequences and --resident-experts are for GPU engines; leave them out with --gpu cpu.")
         return build_bundle(request, progress)
     from clover.engines.tensorrt.target import GpuBuild
 
-    return build_bundle(request, progress, GpuBuild(gpu, request.sequences, request.resident_experts))
+    build = GpuBuild(gpu, request.sequences, request.resident_experts, kernel_cache=request.kernel_cache)
+    return build_bundle(request, progress, build)
 
 
 def build_bundle(

@@ -27,6 +27,7 @@ class BuiltEngine:
 
     path: Path
     layers: tuple[Layer, ...]
+    limited_attention: int  # attention layers that read only the live keys
     version: str
 
 
@@ -37,6 +38,7 @@ def build_engine(request: EngineRequest, progress: Step = lambda what, done, tot
     """
     installed = version(request.backend)
     layers: list[Layer] = []
+    attention = 0
     error: str | None = None
     with library_environment(request.backend) as environment:
         child = subprocess.Popen(
@@ -57,6 +59,7 @@ def build_engine(request: EngineRequest, progress: Step = lambda what, done, tot
             for line in child.stdout:
                 event = _event(line)
                 layers = event.get("layers", layers)
+                attention = event.get("attention", attention)
                 error = event.get("error", error)
                 if "log" in event:
                     log.append(event["log"])
@@ -73,7 +76,7 @@ def build_engine(request: EngineRequest, progress: Step = lambda what, done, tot
             Path(f"{request.engine}.partial").unlink(missing_ok=True)
     if code:
         raise CloverError(error or _ending(request, code, log))
-    return BuiltEngine(Path(request.engine), tuple(layers), installed)
+    return BuiltEngine(Path(request.engine), tuple(layers), attention, installed)
 
 
 _PHASES = {

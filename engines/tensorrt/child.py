@@ -52,7 +52,7 @@ def build(request: EngineRequest, report: Reporter) -> None:
     report.send(phase="parse")
     if not parser.parse_from_file(request.graph):
         raise failed("TensorRT does not take the step graph")
-    limit_attention(trt, network, KV_LENGTH)
+    limited = limit_attention(trt, network, KV_LENGTH)
     layers = layer_list(network)
     for name, wanted in request.plugins.items():
         found = plugin_counts(layers, name)
@@ -61,12 +61,14 @@ def build(request: EngineRequest, report: Reporter) -> None:
                 f"{found} of {wanted} {name} nodes became {PLUGIN_LAYERS} layers; this {request.backend} version is not "
                 "supported"
             )
-    report.send(phase="network", layers=layers)
+    report.send(phase="network", layers=layers, attention=limited)
 
     config = builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)  # what is float32 is meant so: the router decides by it
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
-    if request.backend == "tensorrt-rtx":
+    if request.backend == "tensorrt-rtx":  # the other builds for the card it finds
+        if not hasattr(trt.ComputeCapability, f"SM{request.sm}"):
+            raise CloverError(f"{request.backend} {trt.__version__} does not build for SM {request.sm}")
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{request.sm}"), 0)
     for wanted_profile in request.profiles:

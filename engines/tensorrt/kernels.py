@@ -63,12 +63,11 @@ def compile_operators(
     sm: int,
     directory: Path,
     progress: Callable[[str], None] = lambda name: None,
-    reuse: Path | None = None,
+    cache: Path | None = None,
 ) -> dict[str, OperatorKernels]:
     """Compiles every operator's kernels into `directory` as NAME.cubin and NAME.json.
 
-    Those that lie there already, or in `reuse`, are taken when they were compiled from the same sources with the same
-    compiler. Raises CloverError when Triton is missing or a kernel can't be compiled for the card.
+    `cache` keeps them between builds, by their sources and compiler. Raises CloverError when Triton is missing or a kernel can't be compiled for the card.
     """
     from clover.plugins.kernels.compile import compile_kernel
 
@@ -77,7 +76,7 @@ def compile_operators(
         cubins = []
         for kernel in kernels:
             progress(kernel.function)
-            cubins.append(compile_kernel(kernel, sm, cache=reuse))
+            cubins.append(compile_kernel(kernel, sm, cache=cache))
             cubins[-1].write(directory)
         compiled[name] = OperatorKernels(count, tuple(cubins))
     return compiled

@@ -113,6 +113,7 @@ def open_gpu_session(
 
     config = manifest.config
     device = Device(card.index, given.get("driver"))
+    engine: StepEngine | None = None
     try:
         host = make_host(cubins, given.get("driver"))
         engine = StepEngine(trt, bundle.directory / built.file, OPERATORS, host, device)
@@ -134,6 +135,8 @@ def open_gpu_session(
             with_logits=manifest.graph.with_logits, decode_rows=2 * max(manifest.block_sizes),
         )  # fmt: skip
     except BaseException:
+        if engine is not None:
+            engine.close()
         device.close()
         raise
 

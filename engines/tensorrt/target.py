@@ -49,6 +49,7 @@ class GpuBuild:
     resident_experts: int | None = None
     host_memory: int = DEFAULT_HOST_MEMORY
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    kernel_cache: Path | None = None
 
     @property
     def backend(self) -> TensorRt:
@@ -115,7 +116,9 @@ def build_gpu_parts(
         graph.write_bytes(model.SerializeToString())
         needed = operator_kernels(model, config)
         del model
-        operators = compile_operators(needed, sm, kernel_directory, lambda name: say(f"kernel {name}", 0, 0))
+        operators = compile_operators(
+            needed, sm, kernel_directory, lambda name: say(f"kernel {name}", 0, 0), build.kernel_cache
+        )
         check_kernels([c for o in operators.values() for c in o.cubins], sm)
         engine = work / ENGINE_DIRECTORY / f"step-sm{sm}.engine"
         layers = engine.with_suffix(".layers.json")
@@ -134,7 +137,12 @@ def build_gpu_parts(
         mark = fingerprint(request, installed, dict(hashes))
         if not _is_built(engine, layers, mark):
             built = build_engine(request, say)
-            record = {"fingerprint": mark, "sha256": hash_file(engine), "layers": list(built.layers)}
+            record = {
+                "fingerprint": mark,
+                "sha256": hash_file(engine),
+                "limited_attention": built.limited_attention,
+                "layers": list(built.layers),
+            }
             partial = layers.with_name(f"{layers.name}.partial")
             partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             partial.replace(layers)

@@ -1,0 +1,234 @@
+"""A CUDA driver and a TensorRT runtime made of host memory and ONNX Runtime, so that a GPU session runs without a GPU.
+
+Device memory is host memory, a stream runs at once, a captured graph is a list of what was queued. The engine is the
+same step graph in its portable form; it reads every input and writes every output at the addresses it was given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+
+from clover.engines.bundle import Bundle
+from clover.exporter.graph.tensorrt.lower import build_portable_graph
+from clover.exporter.graph.tensorrt.step import DeviceGraphOptions
+from clover.exporter.weight_index import read_weight_index
+
+OUT_OF_MEMORY = 2
+CARD_BYTES = 2**30
+
+
+class StandInDriver:
+    """As much of `cuda.bindings.driver` as the runtime calls. `log` holds the names of the calls."""
+
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor"
+    )
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def __init__(self, card_bytes: int = CARD_BYTES) -> None:
+        self.card_bytes = card_bytes
+        self.memory: dict[int, npt.NDArray[np.uint8]] = {}
+        self.on_card: dict[int, int] = {}
+        self.recording: list[Callable[[], None]] | None = None
+        self.log: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Calls without any effect here: contexts, streams, modules."""
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> tuple[int, int]:
+            self.log.append(name)
+            return 0, 1
+
+        return call
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """Runs work, or records it."""
+        if self.recording is None:
+            work()
+        else:
+            self.recording.append(work)
+
+    def cuDeviceGetAttribute(self, attribute: str, device: int) -> tuple[int, int]:
+        return 0, 12 if attribute == "major" else 0
+
+    def cuGetErrorName(self, status: int) -> tuple[int, bytes]:
+        return 0, b"CUDA_ERROR_OUT_OF_MEMORY" if status == OUT_OF_MEMORY else b"CUDA_ERROR_UNKNOWN"
+
+    def cuMemGetInfo(self) -> tuple[int, int, int]:
+        return 0, self.card_bytes - sum(self.on_card.values()), self.card_bytes
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
+        if sum(self.on_card.values()) + nbytes > self.card_bytes:
+            return OUT_OF_MEMORY, 0
+        _, address = self.cuMemHostAlloc(nbytes, 0)
+        self.on_card[address] = nbytes
+        return 0, address
+
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[int, int]:
+        whole = np.full(nbytes + 256, 0xAB, np.uint8)  # what nobody wrote is recognisable
+        address = -(-whole.ctypes.data // 256) * 256
+        self.memory[address] = whole
+        return 0, address
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[int, int]:
+        return 0, address
+
+    def cuMemFree(self, address: int) -> tuple[int]:
+        del self.memory[address], self.on_card[address]
+        return (0,)
+
+    def cuMemFreeHost(self, address: int) -> tuple[int]:
+        del self.memory[address]
+        return (0,)
+
+    def _move(self, target: int, source: int, nbytes: int) -> tuple[int]:
+        self.queue(lambda: ctypes.memmove(target, source, nbytes))  # type: ignore[arg-type, return-value]
+        return (0,)
+
+    def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: Any) -> tuple[int]:
+        return self._move(target, source, nbytes)
+
+    cuMemcpyDtoHAsync = cuMemcpyDtoDAsync = cuMemcpyHtoDAsync
+
+    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: Any) -> tuple[int]:
+        self.queue(lambda: ctypes.memset(address, value, nbytes))  # type: ignore[arg-type, return-value]
+        return (0,)
+
+    def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[int]:
+        self.recording = []
+        return (0,)
+
+    def cuStreamEndCapture(self, stream: Any) -> tuple[int, Any]:
+        recorded, self.recording = self.recording, None
+        return 0, recorded
+
+    def cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[int, Any]:
+        return 0, graph
+
+    def cuGraphLaunch(self, graph: Any, stream: Any) -> tuple[int]:
+        self.log.append("cuGraphLaunch")
+        for work in graph:
+            work()
+        return (0,)
+
+
+def view(address: int, dtype: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """The array at an address."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(dtype).reshape(shape)
+
+
+class StandInTensorRt:
+    """The real module, for plugins and their registry, with a runtime that opens the portable graph."""
+
+    def __init__(self, trt: Any, bundle: Bundle, driver: StandInDriver, state_dtype: Any) -> None:
+        self._trt = trt
+        self.engine = StandInEngine(bundle, driver, state_dtype)
+        self.opens = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trt, name)
+
+    def Runtime(self, logger: Any) -> Any:
+        engine = self.engine if self.opens else None
+        return SimpleNamespace(deserialize_cuda_engine=lambda data: engine)
+
+
+class StandInEngine:
+    """An engine and its execution contexts."""
+
+    num_optimization_profiles = 2
+
+    def __init__(self, bundle: Bundle, driver: StandInDriver, state_dtype: Any) -> None:
+        manifest, entry = bundle.manifest, bundle.manifest.engines[0]
+        self.config, self.driver, self.state_dtype = manifest.config, driver, np.dtype(state_dtype)
+        files = [n for n in manifest.files if n.endswith(".safetensors")]
+        options = DeviceGraphOptions(entry.capacity, manifest.excluded_token_ids, manifest.graph.with_logits)
+        model: onnx.ModelProto = build_portable_graph(
+            self.config, manifest.precision_plan, read_weight_index(bundle.directory, files), bundle.directory, options
+        )
+        path = bundle.directory / "portable.onnx"
+        path.write_bytes(model.SerializeToString())
+        settings = ort.SessionOptions()
+        settings.log_severity_level, settings.intra_op_num_threads = 3, 1
+        self.session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        for leftover in (path, bundle.directory / "step.converted"):
+            Path(leftover).unlink()
+        self.profiles_run: list[int] = []
+        self.tables: list[npt.NDArray[np.int64]] = []  # of the last run, by layer
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return 4096 * (1 + profile)
+
+    def create_execution_context(self, strategy: Any) -> StandInContext:
+        return StandInContext(self)
+
+
+class StandInContext:
+    def __init__(self, engine: StandInEngine) -> None:
+        self.engine, self.profile = engine, -1
+        self.addresses: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profile = profile
+        return True
+
+    def set_device_memory(self, address: int, nbytes: int) -> None:
+        assert nbytes >= self.engine.get_device_memory_size_for_profile_v2(self.profile)
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        addresses, shapes = dict(self.addresses), dict(self.shapes)
+        self.engine.driver.queue(lambda: self._run(addresses, shapes))
+        return True
+
+    def _run(self, addresses: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
+        engine, feeds = self.engine, {}
+        for given in engine.session.get_inputs():
+            dtype = self._dtype(given.name, given.type)
+            feeds[given.name] = view(addresses[given.name], dtype, shapes[given.name]).astype(_numpy(given.type))
+        results = engine.session.run(None, feeds)
+        for given, value in zip(engine.session.get_outputs(), results, strict=True):
+            view(addresses[given.name], self._dtype(given.name, given.type), value.shape)[...] = value
+        engine.tables = [
+            view(addresses[f"expert_table.{n}"], np.int64, shapes[f"expert_table.{n}"]).copy()
+            for n in range(engine.config.num_hidden_layers)
+        ]
+        # every row uses experts 0 … 3 of every layer, as far as the runtime can tell
+        rows = view(addresses["expert_rows"], np.int32, (engine.config.num_hidden_layers, engine.config.num_experts))
+        rows[...] = 0
+        rows[:, -4:] = 1
+        engine.profiles_run.append(self.profile)
+
+    def _dtype(self, name: str, kind: str) -> Any:
+        state = name.removeprefix("next.").startswith(("conv", "keys", "values"))
+        return self.engine.state_dtype if state else _numpy(kind)
+
+
+def _numpy(kind: str) -> Any:
+    return {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}[kind]
+
+
+BFLOAT16 = ml_dtypes.bfloat16
