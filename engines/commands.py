@@ -41,12 +41,15 @@ def validate(
     seed: Annotated[int, typer.Option(min=0, help="Chooses the random tokens.")] = 0,
     trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Also follow a block token by token.")] = True,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="What runs the trace: tensorrt, cpu or cuda; default what the bundle is for.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a bundle's engine with the NumPy reference, layer by layer; exit code 1 when a gate fails."""
     from clover.engines.validate.command import validate_command
 
-    result = validate_command(bundle, checkpoint, prompt, seed, trace, threads)
+    result = validate_command(bundle, checkpoint, prompt, seed, trace, threads, provider)
     show(result.to_json() if as_json else result.render())
     if not result.passed:
         raise typer.Exit(1)

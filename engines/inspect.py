@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from clover.engines.manifest import MANIFEST
 from clover.engines.planner.parameters import PARAMETER_CLASSES, count_parameters, parameter_class
 from clover.exporter.config import ModelConfig
-from clover.runtime.errors import CheckpointError, CloverError
+from clover.runtime.errors import CloverError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -157,16 +157,9 @@ def _classes(
 
 def _quantisation(bundle: Bundle, checkpoint: Path) -> dict[str, Any]:
     from clover.engines.validate.bundle_tensors import WeightStore
-    from clover.engines.validate.weights import compare_weights, snr_db
-    from clover.exporter.checkpoint import Checkpoint
+    from clover.engines.validate.weights import compare_weights, open_source, snr_db
 
-    source = Checkpoint.open(checkpoint)
-    if source.fingerprint() != bundle.manifest.model.checkpoint:
-        raise CheckpointError(
-            f"{checkpoint} is not the checkpoint that {bundle.directory} was made from (their fingerprints differ); "
-            f"give the one of {bundle.manifest.model.name}, or build the bundle again."
-        )
-    errors = compare_weights(WeightStore(bundle), source)
+    errors = compare_weights(WeightStore(bundle), open_source(bundle, checkpoint))
 
     def total(some: Sequence[WeightError]) -> float | None:
         snr = snr_db(sum(e.signal for e in some), sum(e.noise for e in some))

@@ -86,7 +86,8 @@ def compute_logits(
     top_p = manifest.defaults["coreset_top_p"] if coreset_top_p is None else coreset_top_p
     if not 0.0 < top_p <= 1.0:
         raise RequestError("coreset_top_p", f"--coreset-top-p is {top_p:g}; it must be above 0 and at most 1.")
-    session = open_session(bundle, max_context=max(1, len(prompt)), cache=False)
+    # GPU engines give no logits out, the graph beside them does
+    session = open_session(bundle, max_context=max(1, len(prompt)), cache=False, provider="cpu")
     try:
         commit = np.zeros((len(prompt), vocab), np.float32)
         for start in range(0, len(prompt), session.max_rows):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from clover.engines.bundle import Bundle
-from clover.engines.open import open_session
+from clover.engines.open import Provider, open_session
 from clover.engines.validate.layers import log_softmax
 from clover.engines.validate.metrics import Floats
 from clover.exporter.reference import ReferenceModel
@@ -61,9 +61,14 @@ class Trace:
 
 
 def trace_block(
-    bundle: Bundle, model: ReferenceModel, prompt: Sequence[int], coreset_top_p: float, threads: int | None = None
+    bundle: Bundle,
+    model: ReferenceModel,
+    prompt: Sequence[int],
+    coreset_top_p: float,
+    provider: Provider,
+    threads: int | None = None,
 ) -> Trace:
-    """Decodes one block after `prompt` greedily, with the bundle's threshold and penalties."""
+    """Decodes one block after `prompt` greedily, with the bundle's threshold and penalties. `provider`: what runs the bundle."""
     manifest = bundle.manifest
     given = {"mode": "fill", "temperature": 0.0, "coreset_top_p": coreset_top_p, "length_ramp": None, "logprobs": 0}
     options = make_options(manifest.defaults, given)
@@ -71,7 +76,11 @@ def trace_block(
     # no end of sequence: the block is traced to its last position
     decoder = FillDecoder(prompt, options, mask_id=manifest.mask_token_id, eos_ids=(), vocab_size=vocab, limit=limit)
     session = open_session(
-        bundle, max_context=min(manifest.max_context, len(prompt) + limit), threads=threads, cache=False
+        bundle,
+        max_context=min(manifest.max_context, len(prompt) + limit),
+        threads=threads,
+        cache=False,
+        provider=provider,
     )
     state, trace = model.initial_state(1), Trace(limit)
     try:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from clover.engines.bundle import Bundle
 from clover.engines.validate.bundle_tensors import WeightStore
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.precision import Precision, TensorClass
 from clover.exporter.store_plan import StoreItem
 from clover.exporter.weights import row_blocks
+from clover.runtime.errors import CheckpointError
 
 # Least signal-to-noise ratio of any tensor. Seen, in groups of 64 and 32, random and trained: int4 19.8, int8 43.9,
 # bf16 55.4, fp32 no noise at all. The gates leave room for weights with heavier tails.
@@ -39,7 +42,18 @@ class WeightError:
     scale: float
 
     @property
-    def snr_db(self) -> float:
+    def open_source(bundle: Bundle, directory: Path) -> Checkpoint:
+    """The checkpoint that `bundle` was made from. Raises CheckpointError when `directory` holds another."""
+    source = Checkpoint.open(directory)
+    if source.fingerprint() != bundle.manifest.model.checkpoint:
+        raise CheckpointError(
+            f"{directory} is not the checkpoint that {bundle.directory} was made from (their fingerprints differ); "
+            f"give the one of {bundle.manifest.model.name}, or build the bundle again."
+        )
+    return source
+
+
+def snr_db(self) -> float:
         return snr_db(self.signal, self.noise)
 
     @property
