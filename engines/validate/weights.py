@@ -42,18 +42,7 @@ class WeightError:
     scale: float
 
     @property
-    def open_source(bundle: Bundle, directory: Path) -> Checkpoint:
-    """The checkpoint that `bundle` was made from. Raises CheckpointError when `directory` holds another."""
-    source = Checkpoint.open(directory)
-    if source.fingerprint() != bundle.manifest.model.checkpoint:
-        raise CheckpointError(
-            f"{directory} is not the checkpoint that {bundle.directory} was made from (their fingerprints differ); "
-            f"give the one of {bundle.manifest.model.name}, or build the bundle again."
-        )
-    return source
-
-
-def snr_db(self) -> float:
+    def snr_db(self) -> float:
         return snr_db(self.signal, self.noise)
 
     @property
@@ -70,6 +59,17 @@ def snr_db(self) -> float:
     def to_json(self) -> dict[str, Any]:
         snr = self.snr_db
         return {**asdict(self), "snr_db": snr if math.isfinite(snr) else None}
+
+
+def open_source(bundle: Bundle, directory: Path) -> Checkpoint:
+    """The checkpoint that `bundle` was made from. Raises CheckpointError when `directory` holds another."""
+    source = Checkpoint.open(directory)
+    if source.fingerprint() != bundle.manifest.model.checkpoint:
+        raise CheckpointError(
+            f"{directory} is not the checkpoint that {bundle.directory} was made from (their fingerprints differ); "
+            f"give the one of {bundle.manifest.model.name}, or build the bundle again."
+        )
+    return source
 
 
 def snr_db(signal: float, noise: float) -> float:
