@@ -10,6 +10,7 @@ entry that is foreign, damaged or half-written is never used: it is made again, 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -28,7 +29,6 @@ from typing import Any
 from clover.engines.bundle import Bundle, hash_file
 from clover.engines.lock import exclusive
 from clover.engines.manifest import MANIFEST
-from clover.runtime.errors import BundleError
 
 STAMP = "stamp.json"
 MODEL = "step.onnx"
@@ -36,6 +36,8 @@ PREFIX, PARTIAL = "onnxruntime-", "partial"
 FORMAT = 1
 MIN_BYTES = 64 * 2**20  # packing less than this again at every load costs nothing worth a file
 ENTRIES_KEPT = 2  # the newest: a bundle on a shared disk may serve two kinds of machine
+
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # then the next place is tried
 
 log = logging.getLogger("clover")
 
@@ -76,11 +78,15 @@ def packed_model(bundle: Bundle, *, verify: bool = False) -> Path | None:
                 if not _is_intact(root / name, identity, verify):  # made while we waited
                     _make_entry(bundle, root, name, identity)
             return root / name / MODEL
-        except BundleError as error:
-            reason = str(error)
-            break
         except Exception as error:  # onnxruntime has no one class of errors
-            reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
+            log.debug("packing failed", exc_info=True)
+            if type(error).__module__.startswith("onnxruntime"):  # a paragraph of C++
+                reason = "onnxruntime failed to pack or to write them"
+            else:
+                reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
+            if getattr(error, "errno", None) not in NOT_WRITABLE:
+                break
+            reason = f"{root} can't be written ({reason})"
     log.warning("the weights of %s stay in private memory, as they can't be cached: %s", bundle.directory, reason)
     return None
 
@@ -116,7 +122,7 @@ def clear_cache(bundle: Bundle) -> int:
     """Removes every entry of a bundle and returns the bytes freed. Raises BundleError while one is being written."""
     freed = sum(entry.nbytes for entry in cache_entries(bundle))
     for root in cache_roots(bundle):
-        if root.is_dir():
+        if any(root.glob("*")):
             with exclusive(root / ".lock", f"another process is packing the weights of {bundle.directory}"):
                 for directory in [*root.glob(f"{PREFIX}*"), *root.glob(PARTIAL)]:
                     shutil.rmtree(directory)
