@@ -18,7 +18,7 @@ from clover.runtime.clover import Clover
 from clover.runtime.decoder import DecodeEvent, TokensEvent
 from clover.runtime.scheduler.job import Job, Outcome
 from clover.runtime.server.app import create_app
-from clover.runtime.server.service import Service
+from clover.runtime.server.service import Service, least_rows
 from clover.runtime.server.settings import ServeSettings
 from clover.runtime.session import Candidates, SequenceRows, StateSnapshot, StepSession
 from clover.runtime.text.chat_template import ChatTemplate
@@ -80,7 +80,7 @@ def job_for(engine: Clover, prompt: Sequence[int], **options: Any) -> tuple[Job,
     chosen = engine.options(**options)
     owner = Owner()
     decoder = engine.decoder(prompt, chosen)
-    return Job(decoder, list(prompt), owner, least_rows=chosen.block_size), owner
+    return Job(decoder, list(prompt), owner, least_rows=least_rows(chosen)), owner
 
 
 class ScriptedSession:

@@ -70,6 +70,8 @@ def test_a_reply_in_a_batch_is_the_reply_alone() -> None:
             {"max_new_tokens": 40, "mode": "autoregressive"},
             {"max_new_tokens": 50, "block_size": 16, "temperature": 0.8, "seed": 5, "top_k": 20},
             {"max_new_tokens": 45, "presence_penalty": 0.9, "repetition_penalty": 1.2, "logprobs": 3},
+            {"max_new_tokens": 40, "mode": "self-speculative", "block_size": 8},
+            {"max_new_tokens": 40, "mode": "self-speculative", "temperature": 0.7, "seed": 3},
         )
     ]
     with scheduled(3) as (scheduler, session):
@@ -80,7 +82,7 @@ def test_a_reply_in_a_batch_is_the_reply_alone() -> None:
     assert got == [alone(prompt, **options) for prompt, options in asked]
     assert {owner.outcomes[0] for _, owner in pairs} == {"done"}
     assert max(s for s, _ in session.shapes) == 3
-    assert all(longest <= 32 for s, longest in session.shapes if s > 1), "a long prompt held the others up"
+    assert all(longest <= 64 for s, longest in session.shapes if s > 1), "a long prompt held the others up"
 
 
 def test_a_lone_request_gets_whole_chunks_and_one_row_of_slots() -> None:
@@ -208,7 +210,7 @@ def test_a_failing_step_or_owner_harms_nobody_after_it() -> None:
 def test_a_continued_conversation_gives_the_same_with_and_without_the_cache() -> None:
     engine = nano()
     assert engine.tokenizer is not None
-    for options in ({}, {"mode": "autoregressive"}, {"block_size": 8}):
+    for options in ({}, {"mode": "autoregressive"}, {"block_size": 8}, {"mode": "self-speculative"}):
         turns = [LONG]
         with scheduled(2, cache_bytes=2**26, cache_least_tokens=16) as (scheduler, _):
             for turn in range(4):
@@ -247,22 +249,50 @@ def test_turn_borders() -> None:
     assert turn_borders([1, 5, 5], 1, 1) == ()
 
 
+class FakeStates:
+    """States of made-up conversations: a recurrent part, and keys that are a function of the tokens."""
+
+    @staticmethod
+    def of(tokens: list[int]) -> StateSnapshot:
+        keys = np.array(tokens, np.float32).reshape(1, -1).repeat(2, axis=0)
+        return StateSnapshot(len(tokens), {"recurrent": np.full(5, sum(tokens), np.float32), "keys.0": keys})
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=5)), max_size=40))
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=40))
 def test_the_cache_finds_the_longest_kept_prefix_and_stays_within_its_bytes(
     actions: list[tuple[bool, list[int]]],
 ) -> None:
-    size, limit = 100, 600
+    limit = 400
     cache = ConversationCache(limit)
     kept: list[list[int]] = []  # least recently used first
     for keep, tokens in actions:
         if keep:
-            cache.keep(tokens, StateSnapshot(len(tokens), {"s": np.zeros(size - 8 * len(tokens), np.int8)}))
-            kept = [*[k for k in kept if k != tokens], tokens][-(limit // size) :]
+            prefixes = [k for k in kept if len(k) < len(tokens) and tokens[: len(k)] == k]
+            cache.keep(tokens, FakeStates.of(tokens), max(prefixes, key=len, default=[]))
+            kept = [*[k for k in kept if k != tokens], tokens][-len(cache) :]
         else:
             found = cache.find(tokens, len(tokens) - 1)
             wanted = max((k for k in kept if len(k) < len(tokens) and tokens[: len(k)] == k), key=len, default=None)
             assert (found.position if found else None) == (len(wanted) if wanted else None)
-            if wanted:
+            if found and wanted:
                 kept = [*[k for k in kept if k != wanted], wanted]
-        assert cache.nbytes == size * len(cache) <= limit and len(cache) == len(kept)
+                for name, array in FakeStates.of(wanted).tensors.items():
+                    assert np.array_equal(found.tensors[name], array), "sharing changed a state"
+        assert cache.nbytes <= limit and all(cache.holds(k) for k in kept)
+        # no more than every state on its own, no less than the recurrent parts, and the keys of the longest
+        alone = sum(FakeStates.of(k).nbytes + 8 * len(k) for k in kept)
+        assert 28 * len(kept) <= cache.nbytes <= alone
+
+
+def test_a_conversations_states_share_their_keys() -> None:
+    cache = ConversationCache(10_000)
+    tokens: list[int] = []
+    for _ in range(10):
+        before, tokens = tokens, [*tokens, *range(10)]
+        cache.keep(tokens, FakeStates.of(tokens), before)
+    recurrent, keys, ids = 10 * 20, 2 * 4 * 100, 8 * sum(range(10, 101, 10))
+    assert len(cache) == 10 and cache.nbytes == recurrent + keys + ids
+    cache.keep([*tokens[:50], 99], FakeStates.of([*tokens[:50], 99]), tokens[:50])  # another branch
+    found = cache.find(tokens, 100)
+    assert found is not None and np.array_equal(found.tensors["keys.0"], FakeStates.of(tokens).tensors["keys.0"])

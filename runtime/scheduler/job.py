@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import numpy as np
-
 from clover.runtime.decoder import DecodeEvent, Decoder
 from clover.runtime.session import Candidates, SequenceRows
 
@@ -43,6 +41,7 @@ class Job:
     committed: list[int] = field(default_factory=list)  # the tokens its slot holds
     tentative: int = 0  # how many of them, at the end, may yet be taken back
     kept: int = 0  # length of the last kept state
+    line: int = 0  # length of the last kept state that this job computed or began with
 
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         """The next step's rows; a chunk of the prompt ends at the next border worth keeping."""
@@ -69,8 +68,3 @@ class Job:
 
     def expired(self, now: float) -> bool:
         return self.deadline is not None and now >= self.deadline
-
-
-def token_key(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes: comparing them is comparing the sequences."""
-    return np.asarray(tokens, np.int64).tobytes()

@@ -191,7 +191,7 @@ class Scheduler:
             self._session.restore(slot, state)
             job.decoder.resume(state.position)
             job.committed = list(job.prompt[: state.position])
-            job.cached_tokens = job.kept = state.position
+            job.cached_tokens = job.kept = job.line = state.position
         if job.cacheable:
             ahead = turn_borders(job.prompt, self._opener, self._least)
             job.borders = tuple(b for b in ahead if job.kept + self._least <= b <= resumable)

@@ -9,6 +9,7 @@ from typing import Any
 
 from clover.runtime.clover import Clover
 from clover.runtime.errors import BundleError, RequestError
+from clover.runtime.options import DecodeOptions
 from clover.runtime.scheduler.job import Job
 from clover.runtime.scheduler.scheduler import DrainingError, QueueFullError, Scheduler
 from clover.runtime.server.errors import ApiError
@@ -116,8 +117,15 @@ class Service:
             parse_tools=bool(ask.tools),
         )
         sink = ChoiceSink(generation, choice, decoder, parser, steps=ask.steps, thinking=ask.starts_in_thinking)
-        sink.job = Job(decoder, prompt, sink, least_rows=options.block_size, deadline=deadline, cacheable=ask.use_cache)
+        sink.job = Job(
+            decoder, prompt, sink, least_rows=least_rows(options), deadline=deadline, cacheable=ask.use_cache
+        )
         return sink.job
+
+
+def least_rows(options: DecodeOptions) -> int:
+    """Rows in which a decoder makes good progress: its block; self-speculation also commits in the step that drafts."""
+    return options.block_size * (2 if options.mode == "self-speculative" else 1)
 
 
 def _shared_rows(engine: Clover) -> int:
