@@ -13,6 +13,7 @@ from clover.runtime.session import StepSession
 log = logging.getLogger("clover")
 
 PREFILL_ROWS = 256  # rows of one prefill chunk on the CPU
+MAX_THREADS = 512
 Provider = Literal["tensorrt", "cpu", "cuda"]
 PROVIDERS: dict[Provider, tuple[str, ...]] = {
     "cpu": ("CPUExecutionProvider",),
@@ -66,11 +67,13 @@ def open_session(
     Raises BundleError when this machine can't run the bundle, RequestError for a context longer than the model's.
     """
     manifest = bundle.manifest
-    if max_context is not None and not 1 <= max_context <= manifest.max_context:
+    if max_context is not None and not (isinstance(max_context, int) and 1 <= max_context <= manifest.max_context):
         raise RequestError(
             "max_context",
             f"max_context is {max_context}; this bundle holds contexts of 1 to {manifest.max_context} tokens.",
         )
+    if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MAX_THREADS):
+        raise RequestError("threads", f"threads is {threads}; it must be an integer from 1 to {MAX_THREADS}.")
     chosen = choose_provider(bundle, provider)
     if chosen == "tensorrt":
         from clover.engines.tensorrt.open import open_gpu_session

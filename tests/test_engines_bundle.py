@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_support import NANO, bundle
@@ -147,8 +148,15 @@ def test_a_bundle_can_be_moved_and_read_where_nothing_can_be_written(copy: Path,
             path.chmod(0o755)
 
 
-@pytest.mark.parametrize("context", [0, -1, 4097])
-def test_a_context_the_model_cannot_hold_is_refused(context: int) -> None:
+@pytest.mark.parametrize("threads", [0, -3, 100_000, 1.5, "two"])
+def test_a_senseless_number_of_threads_is_refused(threads: Any) -> None:
+    with pytest.raises(RequestError, match="threads is") as refused:
+        open_session(bundle(NANO, precision="int4"), threads=threads)
+    assert refused.value.field == "threads"
+
+
+@pytest.mark.parametrize("context", [0, -1, 4097, 1.5])
+def test_a_context_the_model_cannot_hold_is_refused(context: Any) -> None:
     with pytest.raises(RequestError, match="1 to 4096") as refused:
         open_session(bundle(NANO, precision="int4"), max_context=context)
     assert refused.value.field == "max_context"
