@@ -197,7 +197,8 @@ def _make_entry(bundle: Bundle, root: Path, name: str, identity: dict[str, str])
     needed, free = cache_bytes(bundle), shutil.disk_usage(root).free
     if needed > free:
         raise OSError(0, f"{root} has no room: it needs {needed:,} bytes and {free:,} are free")
-    log.info("packing the weights of %s for this CPU, once", bundle.directory)
+    # a warning, so that it shows by default: minutes for a large model, and disk that the user may want to know of
+    log.warning("packing weights for this CPU, once: up to %.1f GB in %s", needed / 1e9, root)
     work.mkdir()
     try:
         (work / MODEL).write_bytes(pack_weights(bundle, work))
