@@ -96,7 +96,9 @@ def plan(
     memory: Annotated[str | None, typer.Option(help="Its memory, such as 16GiB.")] = None,
     precision: Annotated[str, typer.Option(help="As for `clover build`.")] = "int4",
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale: 128, 64 or 32.")] = None,
-    max_context: Annotated[int, typer.Option(help="Tokens of context of every sequence.")] = 8192,
+    max_context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of context of every sequence.  [default: 8192]")
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
     block_size: Annotated[list[int] | None, typer.Option(help="Block sizes (repeatable); default the model's.")] = None,
     backend: Annotated[str | None, typer.Option(help="tensorrt-rtx, tensorrt or onnxruntime.")] = None,
