@@ -112,7 +112,7 @@ def run(
     bundle: BundlePath,
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.")],
     mode: Annotated[
-        str | None, typer.Option(help="fill, autoregressive or self-speculative; default the bundle's.")
+        str | None, typer.Option(help="fill, autoregressive, self-speculative or adaptive; default the bundle's.")
     ] = None,
     threshold: Annotated[float | None, typer.Option(help="Fill positions whose probability exceeds this.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens developed at once.")] = None,
@@ -181,11 +181,14 @@ def serve(
     slots: Annotated[int | None, typer.Option(help="Replies developed at once.  [default: 4]")] = None,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="tensorrt, cpu or cuda; default the bundle's GPU engine, else the CPU.")
+    ] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.  [default: 64]")] = None,
     shared_rows: Annotated[
         int | None, typer.Option(help="Rows of each reply in a step they share; default by backend.")
     ] = None,
-    cache_mb: Annotated[int | None, typer.Option(help="Memory for conversation states.  [default: 1024]")] = None,
+    cache_mb: Annotated[int | None, typer.Option(help="Memory for conversation states.  [default: 2048]")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take.  [default: 600]")] = None,
     max_body_mb: Annotated[int | None, typer.Option(help="Largest request.  [default: 8]")] = None,
     shutdown_grace: Annotated[
@@ -215,6 +218,7 @@ def serve(
         "slots": slots,
         "max_context": max_context,
         "threads": threads,
+        "provider": provider,
         "max_queue": max_queue,
         "shared_rows": shared_rows,
         "cache_mb": cache_mb,

@@ -83,6 +83,29 @@ def job_for(engine: Clover, prompt: Sequence[int], **options: Any) -> tuple[Job,
     return Job(decoder, list(prompt), owner, least_rows=least_rows(chosen)), owner
 
 
+class WatchedSession:
+    """Passes through to a session: records the shape of every step, and can hold or fail them."""
+
+    def __init__(self, inner: StepSession) -> None:
+        self._inner = inner
+        self.shapes: list[tuple[int, int]] = []  # (sequences, longest)
+        self.fail_next = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
+        assert self.gate.wait(60)
+        assert [r.slot for r in rows] == list(range(len(rows))), "live slots must stand at the front"
+        self.shapes.append((len(rows), max(len(r.tokens) for r in rows)))
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the engine failed")
+        return self._inner.step(rows, candidates)
+
+
 class ScriptedSession:
     """Replies what `script` says to the tokens of a prompt, every position sure. For fill decoding, without a cache."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,42 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serve_support import chat_ids, job_for, nano, nano_session, wait_until
+from serve_support import WatchedSession, chat_ids, job_for, nano, nano_session, wait_until
 
 from clover.runtime.scheduler.cache import ConversationCache, turn_borders
 from clover.runtime.scheduler.scheduler import DrainingError, QueueFullError, Scheduler
-from clover.runtime.session import Candidates, SequenceRows, StateSnapshot
+from clover.runtime.session import StateSnapshot
 
 LONG = "Repeat: " + " ".join(f"Alder {i} Birch" for i in range(40))
 OPENER = 1  # <|im_start|> of the nano tokenizer
 
 
-class WatchedSession:
-    """Passes through to a session: records the shape of every step, and can hold or fail them."""
-
-    def __init__(self, sequences: int) -> None:
-        self._inner = nano_session(sequences)
-        self.shapes: list[tuple[int, int]] = []  # (sequences, longest)
-        self.fail_next = False
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
-        assert self.gate.wait(60)
-        assert [r.slot for r in rows] == list(range(len(rows))), "live slots must stand at the front"
-        self.shapes.append((len(rows), max(len(r.tokens) for r in rows)))
-        if self.fail_next:
-            self.fail_next = False
-            raise RuntimeError("the engine failed")
-        return self._inner.step(rows, candidates)
-
-
 @contextmanager
 def scheduled(sequences: int = 3, **options: Any) -> Iterator[tuple[Scheduler, WatchedSession]]:
-    session = WatchedSession(sequences)
+    session = WatchedSession(nano_session(sequences))
     scheduler = Scheduler(session, turn_opener=OPENER, **options)
     try:
         yield scheduler, session

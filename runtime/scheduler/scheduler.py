@@ -88,6 +88,11 @@ class Scheduler:
         """Whether new jobs are taken."""
         return not (self._draining or self._failed)
 
+    @property
+    def failed(self) -> bool:
+        """The scheduler's thread ended though nobody closed it: only a new process helps."""
+        return self._failed and not self._closed
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queues jobs, all or none. Raises QueueFullError or DrainingError."""
         with self._changed:

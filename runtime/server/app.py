@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -106,6 +107,9 @@ def _add_plain(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "clover",
+            "type": "model",  # this and the next two for Anthropic's clients
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
             "context_length": service.engine.session.max_context,
             "block_sizes": list(manifest.block_sizes),
             "defaults": manifest.defaults,
@@ -113,7 +117,9 @@ def _add_plain(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [model(name) for name in service.model_names]})
+        names = service.model_names
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return _json({"object": "list", "data": [model(name) for name in names], **page})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
@@ -129,7 +135,8 @@ def _add_plain(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "ok"})
+        failed = service.scheduler.failed
+        return _json({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -223,6 +223,9 @@ async def stream(request: ChatRequest, generation: Generation, tokenizer: Tokeni
     yield b"".join(writer.begin() for writer in writers)
     try:
         async for item in generation:
+            if item is None:
+                yield sse.WAITING
+                continue
             writer = writers[item.choice]
             yield writer.end(item) if isinstance(item, Ended) else writer.piece(item)
     except ApiError as error:

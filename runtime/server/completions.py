@@ -121,6 +121,9 @@ async def stream(request: CompletionRequest, generation: Generation, tokenizer: 
     waiting: list[list[TokenInfo]] = [[] for _ in range(generation.choices)]
     try:
         async for item in generation:
+            if item is None:
+                yield sse.WAITING
+                continue
             parts: list[bytes] = []
             text, reason = "", None
             if isinstance(item, Ended):

@@ -19,7 +19,8 @@ class Fields:
         self._where = where
 
     def path(self, name: str) -> str:
-        return f"{self._where}.{name}" if self._where else name
+        shown = name[:80]
+        return f"{self._where}.{shown}" if self._where else shown
 
     def refuse(self, name: str, why: str) -> RequestError:
         """An error that names the field."""

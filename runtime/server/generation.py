@@ -17,6 +17,8 @@ from clover.runtime.text.finish import FinishReason
 from clover.runtime.text.reply import Finished, ReplyEvent, ReplyParser
 from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
 
+WAIT_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -121,26 +123,36 @@ class Generation:
         return total
 
     async def wait_first(self) -> None:
-        """Waits for the first item, which iteration still gives. Raises ApiError when a choice broke before it."""
-        item = await self._queue.get()
+        """Waits for the first item, which iteration still gives, or for WAIT_SECONDS. Raises ApiError when a choice broke
+        before it."""
+        item = await self._next()
         if isinstance(item, _Broken):
             raise outcome_error(item.outcome)
-        self._seen.append(item)
+        if item is not None:
+            self._seen.append(item)
+
+    async def _next(self) -> Piece | Ended | _Broken | None:
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
 
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> Piece | Ended:
-        """The next item. Raises ApiError when a choice broke off: what came before is not a whole reply."""
+    async def __anext__(self) -> Piece | Ended | None:
+        """The next item, or None when there was none for WAIT_SECONDS. Raises ApiError when a choice broke off: what came
+        before is not a whole reply."""
         if not self._open:
             raise StopAsyncIteration
-        item = self._seen.popleft() if self._seen else await self._queue.get()
+        item = self._seen.popleft() if self._seen else await self._next()
         if isinstance(item, _Broken):
             raise outcome_error(item.outcome)
         if isinstance(item, Ended):
             self._open -= 1
             self._usages[item.choice] = item.usage
-        elif item.tokens and self.first_token is None:
+        elif item is not None and item.tokens and self.first_token is None:
             self.first_token = time.monotonic()
         return item
 
@@ -234,6 +246,8 @@ async def collect(generation: Generation) -> list[Choice]:
     """Waits for every choice. Raises ApiError when one breaks off."""
     choices = [Choice() for _ in range(generation.choices)]
     async for item in generation:
+        if item is None:
+            continue
         choice = choices[item.choice]
         if isinstance(item, Ended):
             choice.end = item

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clover.engines.bundle import Bundle
-from clover.engines.open import open_session
+from clover.engines.open import choose_provider, open_session
 from clover.runtime.clover import TOKENIZER_DIRECTORY, Clover, load_template
 from clover.runtime.server.settings import ServeSettings
 from clover.runtime.text.tokenizer import Tokenizer
@@ -23,5 +23,6 @@ def load_engine(directory: Path, settings: ServeSettings) -> Clover:
         max_context=settings.max_context,
         threads=settings.threads,
         cache=settings.cache,
+        provider=choose_provider(bundle, settings.provider),
     )
     return Clover(bundle, session, tokenizer, template)

@@ -180,6 +180,9 @@ async def stream(request: MessageRequest, generation: Generation) -> AsyncIterat
     parts = Parts()
     try:
         async for item in generation:
+            if item is None:
+                yield sse.event({"type": "ping"})
+                continue
             if not isinstance(item, Ended):
                 if item.events:
                     yield b"".join(map(_move, parts.feed(item.events)))

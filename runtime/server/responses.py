@@ -263,7 +263,7 @@ async def whole(request: ResponseRequest, generation: Generation) -> dict[str, A
     async for item in generation:
         if isinstance(item, Ended):
             builder.end(item, generation.usage)
-        else:
+        elif item is not None:
             builder.feed(item.events)
     return builder.response
 
@@ -274,7 +274,9 @@ async def stream(request: ResponseRequest, generation: Generation) -> AsyncItera
     yield _events(builder.begin())
     try:
         async for item in generation:
-            if isinstance(item, Ended):
+            if item is None:
+                yield sse.WAITING
+            elif isinstance(item, Ended):
                 yield _events(builder.end(item, generation.usage))
             elif item.events:
                 yield _events(builder.feed(item.events))

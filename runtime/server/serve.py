@@ -14,6 +14,7 @@ from clover.runtime.errors import CloverError
 from clover.runtime.server.settings import ServeSettings, load_settings
 
 log = logging.getLogger("clover.server")
+MOST_CONNECTIONS = 2000  # more are answered 503 before they cost anything
 
 
 def serve_command(bundle: Path, config: Path | None, key_file: Path | None, flags: Mapping[str, Any]) -> None:
@@ -47,6 +48,7 @@ def serve_command(bundle: Path, config: Path | None, key_file: Path | None, flag
         proxy_headers=False,
         lifespan="on",
         ws="none",
+        limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=75,  # above the idle time of clients' connection pools
         timeout_graceful_shutdown=int(settings.shutdown_grace) + 5,
     )

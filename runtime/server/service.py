@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from clover.engines.open import choose_provider
 from clover.runtime.clover import Clover
 from clover.runtime.errors import BundleError, RequestError
 from clover.runtime.options import DecodeOptions
@@ -39,7 +40,7 @@ class Service:
         self.scheduler = Scheduler(
             engine.session,
             max_queue=settings.max_queue,
-            shared_rows=settings.shared_rows or _shared_rows(engine),
+            shared_rows=settings.shared_rows or _shared_rows(engine, settings.provider),
             cache_bytes=settings.cache_mb * 2**20,
             turn_opener=_turn_opener(engine.template, engine.tokenizer),
             on_step=self.metrics.step,
@@ -128,10 +129,10 @@ def least_rows(options: DecodeOptions) -> int:
     return options.block_size * (2 if options.mode == "self-speculative" else 1)
 
 
-def _shared_rows(engine: Clover) -> int:
+def _shared_rows(engine: Clover, provider: str | None) -> int:
     """One trained block where a step's time goes with its rows, four where it goes with the weights it reads."""
-    manifest = engine.bundle.manifest
-    return manifest.trained_block_size * (1 if manifest.target.backend == "onnxruntime" else 4)
+    on_cpu = choose_provider(engine.bundle, provider) == "cpu"
+    return engine.bundle.manifest.trained_block_size * (1 if on_cpu else 4)
 
 
 def _turn_opener(template: ChatTemplate | None, tokenizer: Tokenizer) -> int | None:

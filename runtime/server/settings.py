@@ -29,10 +29,11 @@ class ServeSettings:
     insecure: bool = False
     slots: int = 4
     max_context: int | None = None
+    provider: str | None = None
     threads: int | None = None
     max_queue: int = 64
     shared_rows: int | None = None
-    cache_mb: int = 1024
+    cache_mb: int = 2048
     request_timeout: float = 600.0
     max_body_mb: int = 8
     shutdown_grace: float = 30.0

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from clover.runtime.server.generation import Generation
 
+log = logging.getLogger("clover.server")
+SEND_SECONDS = 60.0  # a client that reads nothing for so long is given up
+WAITING = b": waiting\n\n"  # a comment: clients skip it, proxies see that the connection lives
 DONE = b"data: [DONE]\n\n"
 
 
@@ -38,7 +43,13 @@ class EventStream(StreamingResponse):
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:  # the connection is closed without the last chunk, so the client can tell
+            log.warning("a client did not read its stream for %g s; closed", SEND_SECONDS)
         finally:
             self._generation.close()
