@@ -168,14 +168,45 @@ class StandInEngine:
         self.session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         for leftover in (path, bundle.directory / "step.converted"):
             Path(leftover).unlink()
+        self.capturable = True
         self.profiles_run: list[int] = []
         self.tables: list[npt.NDArray[np.int64]] = []  # of the last run, by layer
 
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return 4096 * (1 + profile)
 
-    def create_execution_context(self, strategy: Any) -> StandInContext:
+    def create_execution_context(self, settings: Any) -> StandInContext:
+        assert settings.cache is not None
         return StandInContext(self)
+
+    def create_runtime_config(self) -> Any:
+        return StandInSettings()
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return name.removeprefix("next.") if name.startswith("next.keys") else None
+
+
+class StandInSettings:
+    """A runtime configuration, and the cache of compiled kernels in it."""
+
+    def __init__(self) -> None:
+        self.cache: StandInSettings | None = None
+        self.content = b""
+
+    def set_execution_context_allocation_strategy(self, strategy: Any) -> None: ...
+
+    def create_runtime_cache(self) -> StandInSettings:
+        return StandInSettings()
+
+    def set_runtime_cache(self, cache: StandInSettings) -> None:
+        self.cache = cache
+
+    def deserialize(self, content: bytes) -> bool:
+        self.content = content
+        return True
+
+    def serialize(self) -> bytes:
+        return self.content + b"kernels"
 
 
 class StandInContext:
@@ -198,6 +229,9 @@ class StandInContext:
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         self.shapes[name] = shape
         return True
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        return self.engine.capturable
 
     def execute_async_v3(self, stream: int) -> bool:
         addresses, shapes = dict(self.addresses), dict(self.shapes)

@@ -201,6 +201,21 @@ def test_int4_scales_lose_nothing_on_the_card() -> None:
             assert np.array_equal(scales.astype(ml_dtypes.bfloat16).astype(np.float32), scales), name
 
 
+def test_without_graphs_a_step_gives_the_same(machine: Machine) -> None:
+    machine.trt.engine.capturable = False
+    host = cpu()
+    for plan in (rows(tokens(0, 20), 20), rows([5], 1), rows([6], 1), rows(tokens(1, 16), 0), rows([7], 1)):
+        both(machine.session, host, [plan])
+    assert "cuGraphLaunch" not in machine.driver.log
+
+
+def test_compiled_kernels_are_kept_for_the_next_process() -> None:
+    for _ in range(2):
+        Machine(bundle()).session.close()
+    (kept,) = (bundle().directory / ".cache").glob("tensorrt-rtx-*.bin")
+    assert kept.read_bytes().startswith(b"kernelskernels"), "the second process began with the first one's"
+
+
 def test_what_the_engine_was_not_built_for_is_refused_by_name(machine: Machine) -> None:
     with pytest.raises(RequestError, match="logit_rows"):
         machine.session.step([rows(tokens(0, 100), 100)])  # logits of 100 rows

@@ -116,7 +116,8 @@ def open_gpu_session(
     engine: StepEngine | None = None
     try:
         host = make_host(cubins, given.get("driver"))
-        engine = StepEngine(trt, bundle.directory / built.file, OPERATORS, host, device)
+        cache = bundle.directory / ".cache" / f"{backend}-{built.fingerprint[:16]}.bin"
+        engine = StepEngine(trt, bundle.directory / built.file, OPERATORS, host, device, cache)
         index = read_weight_index(bundle.directory, [n for n in manifest.files if n.endswith(".safetensors")])
         weights = ExpertWeights(bundle.directory, index, config.num_hidden_layers, config.num_experts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ import numpy.typing as npt
 
 from clover.engines.manifest import Engine
 from clover.exporter.config import ModelConfig
+from clover.runtime.errors import CloverError
 from clover.runtime.gpu.buffers import Block, Field
 from clover.runtime.gpu.device import Device, DeviceBuffer, PinnedBuffer
 from clover.runtime.gpu.engine import DECODE, PREFILL, StepEngine
 from clover.runtime.gpu.experts import ExpertStore
 from clover.runtime.gpu.shapes import ShapeLimits, StepShape
 from clover.runtime.session import Candidates, SequenceRows, StateSnapshot
+
+log = logging.getLogger("clover")
 
 GRAPHS_KEPT = 32
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -34,15 +38,15 @@ class _Prepared:
     profile: int
     shapes: dict[str, tuple[int, ...]]
     addresses: dict[str, int]
-    runs: int = 0
     graph: Any = None
+    graphs_fail: bool = False
 
 
 class GpuSession:
     """Implements StepSession on one card.
 
-    The first step of a shape runs as it is, so that kernels get loaded; the second is captured as a CUDA graph, and
-    from then on a step is one launch: inputs to the card, the engine, results back.
+    The first step of a shape runs as it is, so that kernels get compiled and loaded, and is then captured as a CUDA
+    graph; from then on a step is one launch: inputs to the card, the engine, results back.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class GpuSession:
         self._with_logits, self._decode_rows = with_logits, decode_rows
         self._positions = np.zeros(sequences, np.int64)
         self._state = {name: _State(device, dtype, shape) for name, (dtype, shape) in self._state_shapes().items()}
+        engine.check_in_place(self._state)
         self._before: dict[int, int] = {}  # slot -> the position a tentative commit returns to
         self._aside: dict[str, _State] = {}  # and the state there, once a commit was tentative
         self._experts = experts()
@@ -236,20 +241,26 @@ class GpuSession:
                     a[name][s, p:] = given[0]
 
     def _run(self, ready: _Prepared) -> None:
-        device = self._device
-        if ready.graph is None and ready.runs:
-            with device.capture() as graphs:
+        """Queues a step. The first of a shape is run as it is, and then captured, before another shape is set."""
+        if ready.graph is not None:
+            self._device.launch(ready.graph)
+            return
+        self._engine.set_shape(ready.profile, ready.shapes, ready.addresses)
+        self._queue(ready)
+        if ready.graphs_fail or not self._engine.can_be_captured(ready.profile):
+            return
+        self._device.synchronize()
+        try:
+            with self._device.capture() as graphs:
                 self._queue(ready)
             ready.graph = graphs[0]
-        if ready.graph is None:
-            self._queue(ready)
-        else:
-            device.launch(ready.graph)
-        ready.runs += 1
+        except CloverError as error:
+            ready.graphs_fail = True
+            log.warning("a step of %s runs without a CUDA graph (%s)", ready.shapes["token_ids"], error)
 
     def _queue(self, ready: _Prepared) -> None:
         ready.inputs.upload()
-        self._engine.run(ready.profile, ready.shapes, ready.addresses)
+        self._engine.enqueue(ready.profile)
         ready.outputs.download()
 
     def _ready(self, shape: StepShape) -> _Prepared:
