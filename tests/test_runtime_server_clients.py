@@ -11,7 +11,7 @@ import openai
 import pytest
 from serve_support import RunningServer, nano, nano_slots
 
-QUESTION = [{"role": "user", "content": "Repeat: Alder 7 Kai Elm 12 Oslo"}]
+QUESTION = [{"role": "user", "content": "Parse the dispatch: UAV7: move waypoint 3 to 120,455. UAV2 goes to Elm."}]
 OPTIONS: list[dict[str, Any]] = [
     {"max_new_tokens": 40},
     {"max_new_tokens": 40, "temperature": 0.7, "top_p": 0.9, "top_k": 30, "seed": 11},
@@ -146,10 +146,10 @@ def test_completions_take_text_and_ids_and_several_prompts(client: openai.OpenAI
 
 
 def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
-    wanted = nano().chat(QUESTION, max_new_tokens=100).text
-    got = client.responses.create(model="nano", input=QUESTION[0]["content"], max_output_tokens=100)
+    wanted = nano().chat(QUESTION, max_new_tokens=200).text
+    got = client.responses.create(model="nano", input=QUESTION[0]["content"], max_output_tokens=200)
     assert got.output_text == wanted and got.status == "completed"
-    events = list(client.responses.create(model="nano", input=QUESTION, max_output_tokens=100, stream=True))
+    events = list(client.responses.create(model="nano", input=QUESTION, max_output_tokens=200, stream=True))
     kinds = [e.type for e in events]
     deltas = kinds.count("response.output_text.delta")
     assert kinds == [
@@ -173,8 +173,8 @@ def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
 
 
 def test_messages_whole_and_streamed(claude: anthropic.Anthropic) -> None:
-    wanted = nano().chat([{"role": "system", "content": "Be brief."}, *QUESTION], max_new_tokens=60)
-    asked: dict[str, Any] = {"model": "nano", "max_tokens": 60, "system": "Be brief.", "messages": QUESTION}
+    wanted = nano().chat([{"role": "system", "content": "Be brief."}, *QUESTION], max_new_tokens=200)
+    asked: dict[str, Any] = {"model": "nano", "max_tokens": 200, "system": "Be brief.", "messages": QUESTION}
     got = claude.messages.create(**asked)
     assert [b.text for b in got.content if b.type == "text"] == [wanted.text] and got.stop_reason == "end_turn"
     tokens = claude.messages.count_tokens(model="nano", system="Be brief.", messages=QUESTION).input_tokens
@@ -209,7 +209,7 @@ RAW_EVENTS = {
 
 
 def test_denoise_events_tell_every_position_once(server: RunningServer) -> None:
-    body = {"messages": QUESTION, "max_tokens": 60, "stream": True, "stream_denoise": True}
+    body = {"messages": QUESTION, "max_tokens": 200, "stream": True, "stream_denoise": True}
     steps, text = [], ""
     with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
         for line in response.iter_lines():
@@ -228,7 +228,7 @@ def test_denoise_events_tell_every_position_once(server: RunningServer) -> None:
         block.update(zip(step["filled"], step["texts"], strict=True))
     joined = "".join(block[p] for _, block in sorted(blocks.items()) for p in sorted(block))
     assert (
-        joined.split("<|im_end|>")[0].split("<|endoftext|>")[0] == text == nano().chat(QUESTION, max_new_tokens=60).text
+        joined.split("<|im_end|>")[0].split("<|endoftext|>")[0] == text == nano().chat(QUESTION, max_new_tokens=200).text
     )
 
 

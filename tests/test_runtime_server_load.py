@@ -17,7 +17,7 @@ import psutil
 import pytest
 from serve_support import RunningServer, nano, nano_slots, wait_until
 
-CLIENTS, REQUESTS = 16, 8
+CLIENTS, REQUESTS = 16, 6
 CHAT = "/v1/chat/completions"
 WORDS = ["Alder", "Birch", "Cedar", "Elm", "Oslo", "Kai", "survey", "12", "07:30"]
 ENDLESS = {"max_tokens": 1800, "threshold": 1.0, "logit_bias": {"0": -100, "2": -100}}

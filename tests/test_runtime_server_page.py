@@ -25,7 +25,7 @@ FLAGS = [
     "--disable-sync",
     "--disable-dev-shm-usage",
 ]
-ASKED = "Repeat: Alder 7 Kai Elm 12 Oslo"
+ASKED = "Parse the dispatch: UAV7: move waypoint 3 to 120,455. UAV2 goes to Elm."
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import openai
 import pytest
 from serve_support import RunningServer, nano, nano_slots
 
-QUESTION = [{"role": "user", "content": "Repeat: Elm"}]
+QUESTION = [{"role": "user", "content": "Parse the dispatch: UAV2 goes to Elm."}]
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {"messages": QUESTION, "max_tokens": 5},
     TEXT: {"prompt": "Elm", "max_tokens": 5},
-    RESPONSES: {"input": "Repeat: Elm", "max_output_tokens": 5},
+    RESPONSES: {"input": "Parse the dispatch: UAV2 goes to Elm.", "max_output_tokens": 5},
     MESSAGES: {"messages": QUESTION, "max_tokens": 5},
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
