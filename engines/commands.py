@@ -104,6 +104,9 @@ def plan(
     backend: Annotated[str | None, typer.Option(help="tensorrt-rtx, tensorrt or onnxruntime.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="RAM of the machine, such as 64GiB.")] = None,
     resident_experts: Annotated[int | None, typer.Option(help="Experts to keep on the card.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Prompt rows of one run.  [default: 512]")] = None,
+    block_skew: Annotated[float, typer.Option(help="Zipf exponent of how a block uses experts.")] = 1.0,
+    popularity_skew: Annotated[float, typer.Option(help="The same of a whole conversation; 0 is the worst.")] = 0.0,
     distinct: Annotated[float | None, typer.Option(help="Measured experts a block touches in a layer.")] = None,
     hit_rate: Annotated[float | None, typer.Option(help="Measured share of touched experts on the card.")] = None,
     as_json: Json = False,
@@ -124,8 +127,11 @@ def plan(
         backend=backend,
         host_memory=host_memory,
         resident_experts=resident_experts,
+        block_skew=block_skew,
+        popularity_skew=popularity_skew,
         distinct=distinct,
         hit_rate=hit_rate,
+        **({} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}),
     )
     show(data if as_json else table)
     if not data["fits"]:

@@ -39,7 +39,7 @@ def plan_command(
 ) -> tuple[dict[str, Any], RenderableType]:
     """The plan of a checkpoint directory (None: the published full-size model) as JSON data and a renderable.
 
-    `max_context` None means 8192 tokens, or what the model holds. `host_memory` None means the RAM of this machine when the target is this machine (`cpu`, `auto`), else 32 GiB.
+    `host_memory` None means the RAM of this machine when the target is this machine (`cpu`, `auto`), else 32 GiB.
     Raises CloverError for wrong options; a model that does not fit is reported in data["fits"] and data["problem"].
     """
     from clover.engines.planner.render import render_plan
@@ -59,7 +59,7 @@ def plan_command(
         config,
         target,
         plan_precision(config, base, overrides, group_size),
-        max_context=max_context or min(DEFAULT_CONTEXT, config.max_position_embeddings),
+        max_context=max_context,
         sequences=sequences,
         block_sizes=block_sizes,
         backend=backend,
