@@ -195,7 +195,8 @@ def render_inspection(data: dict[str, Any]) -> RenderableType:
             "target": f"{target['name']} ({target['backend']})" + (f", SM {target['sm']}" if target["sm"] else ""),
             "versions": _pairs(data["versions"]),
             "group size": str(data["precision"]["group_size"]),
-            "activations": "8-bit where weights are integers" if data["accuracy_level"] == 4 else "float32",
+            "GPU engines": ", ".join(e["file"] for e in data["engines"]) or "none",
+            "activations on the CPU": "8-bit where weights are integers" if data["accuracy_level"] == 4 else "float32",
             "logits given out": "yes" if data["with_logits"] else "no",
             "block sizes": f"{', '.join(map(str, data['block_sizes']))} (trained with {data['block_size']})",
             "max context": f"{data['max_context']:,}",
@@ -206,7 +207,7 @@ def render_inspection(data: dict[str, Any]) -> RenderableType:
     facts |= {
         "mask token, ends": f"{data['mask_token_id']}; {', '.join(map(str, data['eos_token_ids']))}",
         "options": _pairs(data["options"]),
-        "files": ", ".join(f"{name} {_size(size)}" for name, size in data["files"].items()),
+        "files": _files(data["files"]),
     }
     parts += [Text(f"{name}: {value}") for name, value in facts.items()]
     if "quantisation" in data:
@@ -248,6 +249,20 @@ def _quantisation_parts(found: dict[str, Any]) -> list[RenderableType]:
             table.add_row(e["name"], e["precision"], decibel(e["snr_db"]), f"{e['scale']:.5f}")
         parts.append(table)
     return parts
+
+
+def _files(files: dict[str, int]) -> str:
+    """Every file with its size; of a folder with many, how many and their size."""
+    folders: dict[str, list[str]] = {}
+    for name in files:
+        folders.setdefault(name.rpartition("/")[0], []).append(name)
+    shown = []
+    for folder, names in folders.items():
+        if folder and len(names) > 4:
+            shown.append(f"{folder}/ ({len(names)} files) {_size(sum(files[n] for n in names))}")
+        else:
+            shown += [f"{name} {_size(files[name])}" for name in names]
+    return ", ".join(shown)
 
 
 def _pairs(values: dict[str, Any]) -> str:

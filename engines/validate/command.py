@@ -95,11 +95,12 @@ def validate(
     def compare(name: str, tensors: Mapping[str, Floats], gates: Gates) -> Comparison:
         if chosen != "cpu":
             gates = replace(gates, trace_tie=None)
+        followed = None
+        if trace:
+            model = ReferenceModel(config, tensors if large else Remembered(tensors), dtype)
+            followed = trace_block(bundle, model, ids, top_p, chosen, threads)
         layers, head = compare_layers(config, tensors, steps, top_p, manifest.excluded_token_ids, dtype)
-        if not trace:
-            return Comparison(name, gates, layers, head, None)
-        model = ReferenceModel(config, tensors if large else Remembered(tensors), dtype)
-        return Comparison(name, gates, layers, head, trace_block(bundle, model, ids, top_p, chosen, threads))
+        return Comparison(name, gates, layers, head, followed)
 
     own = own_gates(precision, manifest.graph.accuracy_level)
     comparisons = [compare("own weights", BundleTensors(WeightStore(bundle)), own)]
