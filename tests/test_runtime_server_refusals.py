@@ -67,6 +67,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
     (CHAT, {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
+    (TEXT, {"prompt": ["a"] * 16, "n": 16}, "n"),
     (TEXT, {"echo": True}, "echo"),
     (TEXT, {"suffix": "x"}, "suffix"),
     (TEXT, {"best_of": 3}, "best_of"),
@@ -178,6 +179,7 @@ def test_hostile_bodies_and_headers_get_4xx(server: RunningServer) -> None:
         "infinite": (b'{"temperature": 1e999}', 400),
         "not utf-8": (b'{"messages": "\xff\xfe"}', 400),
         "null byte": (b"\x00", 400),
+        "many lists": (b'{"messages": [' + b"[]," * 200_000 + b"[]]}", 400),
         "too large": (b" " * (2**20 + 1), 413),
     }
     for name, (body, status) in bodies.items():

@@ -98,11 +98,7 @@ def test_a_dead_scheduler_is_told_by_health_and_nobody_waits_for_it(
 def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "SEND_SECONDS", 0.05)
 
-    class Closable:
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
+    ends: list[bool] = []
 
     async def events() -> AsyncIterator[bytes]:
         for _ in range(100):
@@ -114,8 +110,7 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch
     async def receive() -> Any:
         await asyncio.sleep(60)
 
-    owner = Closable()
-    stream = EventStream(events(), owner)  # type: ignore[arg-type]
+    stream = EventStream(events(), lambda: ends.append(True))
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     asyncio.run(asyncio.wait_for(stream(scope, receive, stuck), 20))
-    assert owner.closed
+    assert ends == [True]

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from clover.runtime.errors import CloverError
 from clover.runtime.server import chat, completions, messages, responses, sse
-from clover.runtime.server.body import read_json
+from clover.runtime.server.body import parse_json, read_body
 from clover.runtime.server.errors import ApiError, api_error
 from clover.runtime.server.generation import Generation, collect
 from clover.runtime.server.guard import Guard, error_response
@@ -153,12 +153,15 @@ def _add_plain(app: FastAPI, service: Service) -> None:
 
 async def _check(request: Request, service: Service, parse: Callable[[Any, Service], T]) -> T:
     """The checked request. A long one is tokenised in a thread, so that the others' streams go on meanwhile."""
-    body = await read_json(request, service.settings.max_body_mb * 2**20)
-    if service.settings.log_prompts:
-        log.info("prompt", extra={"fields": {"request_id": request.state.request_id, "body": body}})
-    if int(request.headers.get("content-length") or LARGE_BODY) < LARGE_BODY:
+    raw = await read_body(request, service.settings.max_body_mb * 2**20)
+
+    def check() -> T:
+        body = parse_json(raw)
+        if service.settings.log_prompts:
+            log.info("prompt", extra={"fields": {"request_id": request.state.request_id, "body": body}})
         return parse(body, service)
-    return await asyncio.to_thread(parse, body, service)
+
+    return check() if len(raw) < LARGE_BODY else await asyncio.to_thread(check)
 
 
 async def _answered(request: Request, service: Service, generation: Generation, answer: Awaitable[T]) -> T:
@@ -166,8 +169,7 @@ async def _answered(request: Request, service: Service, generation: Generation, 
     try:
         return await _unless_gone(request, answer)
     finally:
-        generation.close()
-        _account(request, service, generation)
+        _end(request, service, generation)
 
 
 async def _streamed(
@@ -177,23 +179,14 @@ async def _streamed(
     try:
         await _unless_gone(request, generation.wait_first())
     except BaseException:
-        generation.close()
+        _end(request, service, generation)
         raise
-    return EventStream(_counted(request, service, generation, events), generation)
+    return EventStream(events, lambda: _end(request, service, generation))
 
 
-async def _counted(
-    request: Request, service: Service, generation: Generation, events: AsyncIterator[bytes]
-) -> AsyncIterator[bytes]:
-    try:
-        async for event in events:
-            yield event
-    finally:
-        _account(request, service, generation)
-
-
-def _account(request: Request, service: Service, generation: Generation) -> None:
-    """Metrics and the log line of a reply."""
+def _end(request: Request, service: Service, generation: Generation) -> None:
+    """Frees what a request holds; metrics and the log line of its reply."""
+    generation.close()
     usage = generation.usage
     first = None if generation.first_token is None else generation.first_token - generation.started
     if generation.ended:

@@ -18,18 +18,17 @@ BODY_SECONDS = 30.0  # a body that takes longer to arrive is given up
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 
-async def read_json(request: Request, max_bytes: int) -> Any:
-    """The JSON value of a request's body. Raises ApiError 400, 408, 413 or 415."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request that says it is JSON. Raises ApiError 400, 408, 413 or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # browsers may send other kinds across sites without asking
         raise ApiError(415, "the body must be JSON, sent with the header content-type: application/json.")
     try:
-        raw = await asyncio.wait_for(_read(request, max_bytes), BODY_SECONDS)
+        return await asyncio.wait_for(_read(request, max_bytes), BODY_SECONDS)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
     except ClientDisconnect:
         raise ApiError(400, "the client went away.") from None
-    return parse_json(raw)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -54,14 +53,8 @@ def parse_json(raw: bytes) -> Any:
     """Strict JSON. Raises ApiError."""
     try:
         text = raw.decode()
-        depth = 0
-        for match in _STRING_OR_BRACKET.finditer(text):
-            if match[0] in "[{":
-                depth += 1
-                if depth > MAX_DEPTH:
-                    raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels.")
-            elif match[0] in "]}":
-                depth -= 1
+        if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
+            raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels.")
         return json.loads(text, parse_constant=_no_constants, parse_float=_finite)
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8.") from None
@@ -69,6 +62,20 @@ def parse_json(raw: bytes) -> Any:
         raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}.") from None
     except (ValueError, RecursionError) as error:  # NaN, numbers of thousands of digits
         raise ApiError(400, f"the body is not JSON that can be read: {str(error)[:100]}.") from None
+
+
+def _depth(text: str) -> int:
+    """How deep JSON text is nested, as far as it matters."""
+    depth = deepest = 0
+    for match in _STRING_OR_BRACKET.finditer(text):
+        if match[0] in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+            if deepest > MAX_DEPTH:
+                break
+        elif match[0] in "]}":
+            depth -= 1
+    return deepest
 
 
 def _finite(text: str) -> float:

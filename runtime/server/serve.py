@@ -21,7 +21,11 @@ def serve_command(bundle: Path, config: Path | None, key_file: Path | None, flag
     """`clover serve`: runs until it is told to stop. Raises CloverError."""
     given = dict(flags)
     if key_file is not None:
-        given["api_key"] = (*given.get("api_key", ()), *key_file.read_text(encoding="utf-8").split())
+        try:
+            keys = key_file.read_text(encoding="ascii").split()
+        except UnicodeDecodeError:
+            raise CloverError(f"{key_file} holds characters beyond ASCII; write one API key a line.") from None
+        given["api_key"] = (*given.get("api_key", ()), *keys)
         if not given["api_key"]:
             raise CloverError(f"{key_file} holds no API key; write one a line.")
     settings = load_settings(config, given)

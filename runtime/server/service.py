@@ -79,6 +79,11 @@ class Service:
         generation = Generation(self.scheduler)
         seconds = min(self.settings.request_timeout, ask.timeout or self.settings.request_timeout)
         jobs: list[Job] = []
+        room = self.settings.slots + self.settings.max_queue
+        if len(ask.prompts) * ask.choices > room:
+            raise RequestError(
+                "n", f"n asks for {len(ask.prompts) * ask.choices} replies at once; this server holds {room}."
+            )
         for prompt in ask.prompts:
             if len(prompt) >= context:
                 message = (

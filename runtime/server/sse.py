@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
-
-from clover.runtime.server.generation import Generation
 
 log = logging.getLogger("clover.server")
 SEND_SECONDS = 60.0  # a client that reads nothing for so long is given up
@@ -35,12 +33,12 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Streams a generation's events and closes it, however the stream ends."""
+    """Streams events and calls `at_end`, however the stream ends."""
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+    def __init__(self, events: AsyncIterator[bytes], at_end: Callable[[], None]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._generation = generation
+        self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -52,4 +50,4 @@ class EventStream(StreamingResponse):
         except TimeoutError:  # the connection is closed without the last chunk, so the client can tell
             log.warning("a client did not read its stream for %g s; closed", SEND_SECONDS)
         finally:
-            self._generation.close()
+            self._at_end()
