@@ -22,9 +22,11 @@ from clover.engines.validate.engine import run_engine
 from clover.engines.validate.gates import EXACT, FAST
 from clover.engines.validate.metrics import Agreement, ExpertSets
 from clover.engines.validate.runs import make_runs, random_prompt
+from clover.engines.validate.trace import _adjust
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.weight_index import read_weight_index
 from clover.runtime.errors import CheckpointError, RequestError
+from clover.runtime.session import Adjustment, SequenceRows
 
 TINY = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 Fault = Callable[[onnx.ModelProto], None]
@@ -163,6 +165,17 @@ def fewer_experts(layer: int) -> Fault:
     return fault
 
 
+def worst_experts(layer: int) -> Fault:
+    """The router keeps the experts it likes least."""
+
+    def fault(model: onnx.ModelProto) -> None:
+        makers = {o: n for n in model.graph.node for o in n.output}
+        top = makers[makers[f"layers.{layer}.routing"].input[1]]
+        top.attribute.append(onnx.helper.make_attribute("largest", 0))
+
+    return fault
+
+
 def other_experts(layer: int, part: str) -> Fault:
     """An expert's values are read one expert further on in the file."""
 
@@ -185,9 +198,10 @@ def other_experts(layer: int, part: str) -> Fault:
         (scale_output("layers.1.moe.router.weight", 1.001), "layer 1: the router"),
         (scale_output("lm_head.qweight", 1.01), "the head"),
         (fewer_experts(2), "layer 2: "),
+        (worst_experts(1), "layer 1: "),
         (other_experts(2, "gate_up.qweight"), "layer 2: the experts"),
     ],
-    ids=["out_proj", "q_norm", "shared_expert", "router", "head", "top_k", "permuted_experts"],
+    ids=["out_proj", "q_norm", "shared_expert", "router", "head", "top_k", "worst_experts", "permuted_experts"],
 )
 def test_a_fault_of_the_engine_is_found_and_its_layer_named(tmp_path: Path, fault: Fault, named: str) -> None:
     """INT4 with 8-bit activations: the noisiest engine has the hardest time to show a fault."""
@@ -286,6 +300,17 @@ def test_expert_sets_tell_a_tie_from_a_fault() -> None:
     assert sets.different == 2 and sets.margin > 1
     sets.add(np.array([[False, False, False, True]]), reference, logits)
     assert sets.margin == np.inf, "an expert too few is no tie"
+
+
+def test_the_trace_adjusts_logits_as_the_step_graph_does() -> None:
+    ids = np.array([0, 1])
+    adjustment = Adjustment(ids, np.array([2, 2], np.float32), np.array([0, -0.5], np.float32))
+    rows = SequenceRows(0, np.zeros(1, np.int64), 0, np.zeros(1, np.int64), adjustment)
+    raw, adjusted = _adjust(np.array([[4.0, -1.0, 3.0, 9.0]]), rows, [3])
+    np.testing.assert_allclose(adjusted[0, :3], [2.0, -2.5, 3.0])
+    assert adjusted[0].argmax() == 2 and np.exp(raw[0, 3]) == 0, "what is excluded is never chosen and has no share"
+    np.testing.assert_allclose(np.exp(raw).sum(), 1)
+    assert raw[0].argmax() == 0, "confidence comes before penalties"
 
 
 # -- what can't be validated ------------------------------------------------------------------------
