@@ -1,6 +1,7 @@
 """A Clover checkpoint: its tensors under one set of names, whatever their prefix, shards and expert layout.
 
-Canonical names are the fused ones with the prefix `model.` (`model.layers.3.mlp.experts.gate_up_proj`).
+Canonical names are the fused ones with the prefix `model.` (`model.layers.3.mlp.experts.gate_up_proj`). Matrices that
+are stored in INT4 (prequantized.py) go by the names of the BF16 checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from clover.exporter.config import ModelConfig, read_json
+from clover.exporter.prequantized import (
+    INSTEAD,
+    PACKED,
+    PackedMatrix,
+    PackedRows,
+    SourceFormat,
+    collect,
+    concatenate,
+    read_format,
+)  # fmt: skip
 from clover.exporter.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorInfo
 from clover.runtime.errors import CheckpointError
 
@@ -27,9 +38,11 @@ HEAD = "lm_head.weight"
 IGNORED_PREFIXES = ("mtp.", "visual.", "model.mtp.", "model.visual.")
 MAX_LISTED = 20
 CHUNK_BYTES = 16 * 2**20  # converted at a time, so that only one float32 copy of a tensor exists
+CHECKED = 2**18  # numbers checked at a time, so that the temporary fits the cache
 SAMPLE_BYTES = 2048
 
 Floats = npt.NDArray[np.float32]
+Rows = npt.NDArray[Any] | PackedRows  # float32, bfloat16 as it is stored, or INT4 as it is stored
 Shape = tuple[int, ...]
 
 
@@ -98,10 +111,19 @@ class _Stored:
 class Checkpoint:
     """A checkpoint directory whose tensors have been checked, by header, against `config`. Reads are lazy."""
 
-    def __init__(self, directory: Path, config: ModelConfig, stored: Mapping[str, _Stored]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        files: Mapping[str, _Stored],
+        packed: Mapping[str, PackedMatrix],
+        form: SourceFormat | None,
+    ) -> None:
         self.directory = directory
         self.config = config
-        self._stored = stored  # prefix-free names; experts in the layout of the files
+        self.form = form  # of INT4 matrices
+        self._files = files  # every tensor of the files by its prefix-free name
+        self._stored: Mapping[str, _Stored | PackedMatrix] = {**files, **packed}  # experts in the layout of the files
         self._expected = expected_tensors(config)
 
     @classmethod
@@ -114,11 +136,19 @@ class Checkpoint:
         config = config or ModelConfig.load(directory)
         files = _open_files(directory)
         stored, problems = _canonical(files)
-        problems += _mismatches(config, stored)
+        packed: dict[str, PackedMatrix] = {}
+        rest: dict[str, _Stored | PackedMatrix] = dict(stored)
+        form = _source_format(directory)
+        if form:
+            packed, taken, faults = collect(form, stored)
+            problems += faults
+            problems += [f"{name} is stored both in INT4 and as it is" for name in packed if name in stored]
+            rest = {name: tensor for name, tensor in stored.items() if name not in taken} | packed
+        problems += _mismatches(config, rest)
         if problems:
             raise _listed(f"The tensors of {directory} do not make the model that its config.json describes", problems)
-        checkpoint = cls(directory, config, stored)
-        if config.tie_word_embeddings and HEAD in stored:
+        checkpoint = cls(directory, config, stored, packed, form)
+        if config.tie_word_embeddings and HEAD in rest:
             checkpoint._check_tied_head()
         return checkpoint
 
@@ -131,7 +161,7 @@ class Checkpoint:
         return self._expected[self._resolve(name)]
 
     def dtype(self, name: str) -> str:
-        """Stored dtype in safetensors' words ("BF16", "F32", ...); of its first expert where experts lie apart."""
+        """Stored dtype in safetensors' words ("BF16", "F32", ...) or "INT4"; of the first expert where they lie apart."""
         parts = self._parts(self._resolve(name))
         return parts[0].info.dtype
 
@@ -150,27 +180,44 @@ class Checkpoint:
 
     def read_rows(self, name: str, start: int, stop: int) -> Floats:
         """Rows `start:stop` of a canonical tensor that is not an expert's, as float32 (for the embedding and head)."""
-        name = self._resolve(name)
-        return _read_float(self._stored[name], start, stop).reshape(-1, *self._expected[name][1:])
+        return to_float(self.rows(name, start, stop))
 
     def read_expert_gate_up(self, layer: int, expert: int) -> Floats:
         """One expert's fused projection, float32 [2 * intermediate, hidden], gate rows first."""
-        base = f"model.layers.{layer}.mlp.experts."
-        fused = self._stored.get(base + "gate_up_proj")
-        if fused is not None:
-            return _read_float(fused, expert)
-        self._check_expert(expert)
-        parts = [_read_float(self._stored[f"{base}{expert}.{part}_proj.weight"]) for part in ("gate", "up")]
-        return np.concatenate(parts)
+        return to_float(self.expert_gate_up(layer, expert))
 
     def read_expert_down(self, layer: int, expert: int) -> Floats:
         """One expert's down projection, float32 [hidden, intermediate]."""
+        return to_float(self.expert_down(layer, expert))
+
+    def rows(self, name: str, start: int, stop: int) -> Rows:
+        """`read_rows` without widening: what is stored in bfloat16 or INT4 stays so."""
+        name = self._resolve(name)
+        found = _read_rows(self._stored[name], start, stop)
+        return found if isinstance(found, PackedRows) else found.reshape(-1, *self._expected[name][1:])
+
+    def expert_gate_up(self, layer: int, expert: int) -> Rows:
+        """`read_expert_gate_up` without widening."""
+        self._check_expert(expert)
+        base = f"model.layers.{layer}.mlp.experts."
+        fused = self._stored.get(base + "gate_up_proj")
+        if isinstance(fused, _Stored):
+            return _read_rows(fused, expert)
+        return stack_rows([_read_rows(self._stored[f"{base}{expert}.{part}_proj.weight"]) for part in ("gate", "up")])
+
+    def expert_down(self, layer: int, expert: int) -> Rows:
+        """`read_expert_down` without widening."""
+        self._check_expert(expert)
         base = f"model.layers.{layer}.mlp.experts."
         fused = self._stored.get(base + "down_proj")
-        if fused is not None:
-            return _read_float(fused, expert)
-        self._check_expert(expert)
-        return _read_float(self._stored[f"{base}{expert}.down_proj.weight"])
+        if isinstance(fused, _Stored):
+            return _read_rows(fused, expert)
+        return _read_rows(self._stored[f"{base}{expert}.down_proj.weight"])
+
+    def has_zero_points(self, name: str) -> bool:
+        """Whether a canonical tensor is stored in INT4 with a zero point that is not 8. Reads all of its zero points."""
+        parts = self._parts(self._resolve(name))
+        return any(isinstance(part, PackedMatrix) and part.has_zero_points for part in parts)
 
     def tensors(self, dtype: npt.DTypeLike = np.float32) -> Mapping[str, npt.NDArray[Any]]:
         """Every canonical tensor, `lm_head.weight` included even when tied; each is read anew on access."""
@@ -183,7 +230,7 @@ class Checkpoint:
         the same for copies in other places.
         """
         digest = hashlib.sha256((self.directory / "config.json").read_bytes())
-        for name, stored in sorted(self._stored.items()):
+        for name, stored in sorted(self._files.items()):
             info, sample = stored.info, min(stored.info.nbytes, SAMPLE_BYTES)
             digest.update(json.dumps([name, info.dtype, info.shape, stored.file.path.name, stored.file.size]).encode())
             digest.update(stored.file.read_bytes(info.offset, sample))
@@ -197,7 +244,7 @@ class Checkpoint:
             raise KeyError(name)
         return name
 
-    def _parts(self, name: str) -> Sequence[_Stored]:
+    def _parts(self, name: str) -> Sequence[_Stored | PackedMatrix]:
         if name in self._stored:
             return [self._stored[name]]
         base, part = name.rsplit(".", 1)
@@ -236,8 +283,39 @@ class _LazyTensors(Mapping[str, npt.NDArray[Any]]):
         return len(self._names)
 
 
-def _read_float(stored: _Stored, start: int | None = None, stop: int | None = None) -> Floats:
+def to_float(rows: Rows) -> Floats:
+    """What was read without widening, as float32."""
+    return rows.dequantize() if isinstance(rows, PackedRows) else rows.astype(np.float32, copy=False)
+
+
+def stack_rows(parts: Sequence[Rows]) -> Rows:
+    """Rows under each other; in float32 when they are not stored alike."""
+    packed = [part for part in parts if isinstance(part, PackedRows)]
+    if len(packed) == len(parts):
+        return concatenate(packed)
+    same = not packed and len({part.dtype for part in parts if not isinstance(part, PackedRows)}) == 1
+    return np.concatenate([part if same else to_float(part) for part in parts])
+
+
+def _read_rows(stored: _Stored | PackedMatrix, start: int | None = None, stop: int | None = None) -> Rows:
+    """The tensor, its item `start`, or its rows `start:stop`; CheckpointError unless all are finite."""
+    if isinstance(stored, PackedMatrix):
+        return stored.read(start or 0, stop)
+    if stored.info.dtype != "BF16" or not stored.info.shape:
+        return _read_float(stored, start, stop)
+    index: int | slice = start if start is not None and stop is None else slice(start, stop)
+    values = stored.file.read_slice(stored.name, index)
+    bits = values.view(np.uint16).reshape(-1)
+    for piece in range(0, bits.size, CHECKED):
+        if (bits[piece : piece + CHECKED] & np.uint16(0x7FFF)).max() >= 0x7F80:
+            raise _not_finite(stored)
+    return values
+
+
+def _read_float(stored: _Stored | PackedMatrix, start: int | None = None, stop: int | None = None) -> Floats:
     """The tensor, its item `start`, or its rows `start:stop`, as float32; CheckpointError unless all are finite."""
+    if isinstance(stored, PackedMatrix):
+        return stored.dequantize(start or 0, stop)
     info = stored.info
     if start is not None and stop is None:
         out = _widen(stored.file.read_slice(stored.name, start))
@@ -253,11 +331,15 @@ def _read_float(stored: _Stored, start: int | None = None, stop: int | None = No
             out[row - first : end - first] = _widen(stored.file.read_slice(stored.name, slice(row, end)))
     # min and max let NaN through, and need no temporary of the tensor's size
     if out.size and not (np.isfinite(out.min()) and np.isfinite(out.max())):
-        raise CheckpointError(
-            f"{stored.name} in {stored.file.path} holds NaN or values beyond float32's range; the file is damaged or "
-            "the training run diverged."
-        )
+        raise _not_finite(stored)
     return out
+
+
+def _not_finite(stored: _Stored) -> CheckpointError:
+    return CheckpointError(
+        f"{stored.name} in {stored.file.path} holds NaN or values beyond float32's range; the file is damaged or "
+        "the training run diverged."
+    )
 
 
 def _widen(values: npt.NDArray[Any]) -> Floats:
@@ -319,7 +401,19 @@ def _canonical(files: Sequence[SafetensorsFile]) -> tuple[dict[str, _Stored], li
     return stored, problems
 
 
-def _mismatches(config: ModelConfig, stored: Mapping[str, _Stored]) -> list[str]:
+def _source_format(directory: Path) -> SourceFormat | None:
+    """How config.json says that INT4 matrices are stored, None when there are none."""
+    root = read_json(directory / "config.json")
+    text = root.get("text_config")
+    places = [root, text] if isinstance(text, dict) else [root]
+    given = next((p["quantization_config"] for p in places if p.get("quantization_config") is not None), None)
+    try:
+        return None if given is None else read_format(given)
+    except ValueError as error:
+        raise CheckpointError(f"{directory / 'config.json'}: {error}.") from None
+
+
+def _mismatches(config: ModelConfig, stored: Mapping[str, _Stored | PackedMatrix]) -> list[str]:
     """One line per tensor that is missing, extra, misshapen or of a dtype we do not read."""
     expected = _in_stored_layout(config, expected_tensors(config), stored)
     problems = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
@@ -337,13 +431,14 @@ def _mismatches(config: ModelConfig, stored: Mapping[str, _Stored]) -> list[str]
             accepted.append((shape[0], 1, shape[1]))
         if info.shape not in accepted:
             problems.append(f"{name} has shape {list(info.shape)}, not {list(shape)}")
-        if info.dtype not in FLOAT_DTYPES:
-            problems.append(f"{name} has dtype {info.dtype}, not one of {', '.join(FLOAT_DTYPES)}")
+        if info.dtype not in (*FLOAT_DTYPES, PACKED):
+            instead = f"; {INSTEAD}" if info.dtype.startswith("F") else ""  # FP8 and FP4 releases
+            problems.append(f"{name} has dtype {info.dtype}, not one of {', '.join(FLOAT_DTYPES)}{instead}")
     return problems
 
 
 def _in_stored_layout(
-    config: ModelConfig, expected: dict[str, Shape], stored: Mapping[str, _Stored]
+    config: ModelConfig, expected: dict[str, Shape], stored: Mapping[str, _Stored | PackedMatrix]
 ) -> dict[str, Shape]:
     """`expected` with a layer's fused experts split one by one, for the layers that are stored so."""
     matches = (re.match(r"(model\.layers\.\d+\.mlp\.experts\.)\d+\.", name) for name in stored)

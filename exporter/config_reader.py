@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from clover.exporter.config import DEFAULT_BLOCK_SIZE, MODEL_TYPES, LayerType, ModelConfig, read_json
+from clover.exporter.prequantized import quantization_problem
 from clover.runtime.errors import CheckpointError
 
 MASK_TOKEN = "<|mask|>"
@@ -44,13 +45,12 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
-    "quantization_config": (None,),
 }
 
 USED = {
     *SIZES, "model_type", "layer_types", "full_attention_interval", "rms_norm_eps", "rope_parameters", "rope_scaling",
     "rope_theta", "partial_rotary_factor", "tie_word_embeddings", "block_size", "mask_token_id", "eos_token_id",
-    "moe_block_coreset", "history_readout_scale", "align_blocks",
+    "moe_block_coreset", "history_readout_scale", "align_blocks", "quantization_config",
 }  # fmt: skip
 
 # Known and without effect on the forward pass: training, book-keeping, vision, and generation defaults that
@@ -244,6 +244,9 @@ def _check_fixed(fields: _Fields) -> None:
         if value is not _MISSING and not any(type(value) is type(a) and value == a for a in allowed):
             shown = "absent" if allowed == (None,) else " or ".join(map(_show, allowed))
             fields.problems.append(f"{name} is {_show(value)}, and only {shown} is implemented")
+    quantization = fields.get("quantization_config")
+    if quantization is not _MISSING and (problem := quantization_problem(quantization)):
+        fields.problems.append(problem)
 
 
 def _layer_types(fields: _Fields, layers: int) -> tuple[LayerType, ...]:

@@ -6,7 +6,7 @@ weights, A_log, dt_bias, in_proj_a/b and the block-diffusion tensors stay float3
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
@@ -24,11 +24,15 @@ BITS: Mapping[Precision, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """Precision of every tensor class; `group_size` weights share one scale where it is int4 or int8."""
+    """Precision of every tensor class; `group_size` weights share one scale where it is int4 or int8.
+
+    `zero_points`: int4 classes with a stored zero point per group, as an INT4 checkpoint had them; 8 for the others.
+    """
 
     classes: Mapping[TensorClass, Precision]
     group_size: int
     overrides: Mapping[TensorClass, Precision] = field(default_factory=dict)
+    zero_points: tuple[TensorClass, ...] = ()
 
     def __getitem__(self, tensor_class: TensorClass) -> Precision:
         return self.classes[tensor_class]
@@ -39,13 +43,15 @@ class PrecisionPlan:
         return self.classes["experts"] + ("+" if self.overrides else "")
 
     def to_json(self) -> dict[str, object]:
-        return {"classes": dict(self.classes), "group_size": self.group_size, "overrides": dict(self.overrides)}
+        plan = {"classes": dict(self.classes), "group_size": self.group_size, "overrides": dict(self.overrides)}
+        return {**plan, "zero_points": list(self.zero_points)} if self.zero_points else plan
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> PrecisionPlan:
         classes = cast("Mapping[TensorClass, Precision]", value["classes"])
         overrides = cast("Mapping[TensorClass, Precision]", value.get("overrides", {}))
-        return cls(dict(classes), cast("int", value["group_size"]), dict(overrides))
+        zero_points = cast("Sequence[TensorClass]", value.get("zero_points", ()))
+        return cls(dict(classes), cast("int", value["group_size"]), dict(overrides), tuple(zero_points))
 
 
 def parse_precision(text: str) -> tuple[Precision, dict[TensorClass, Precision]]:

@@ -2,7 +2,8 @@
 
 A pure function of the config and the precision plan: the writer executes it, the graph refers to it, and a
 GPU engine can read the same expert store. Layouts are those of ONNX Runtime's MatMulNBits and QMoE: rows are
-output channels, two INT4 values a byte, low nibble first, value = (nibble - 8) * scale.
+output channels, two INT4 values a byte, low nibble first, value = (nibble - zero point) * scale. The zero point is 8,
+unless the checkpoint came with zero points of its own.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class StoreItem:
     shape: tuple[int, ...]  # of the float array: [..., rows, columns]
     group_size: int = 0
     layer: int | None = None
+    zero_points: bool = False
 
     def tensors(self) -> tuple[StoreTensor, ...]:
-        """What is written: `name.weight`, or `name.qweight` and `name.scales`."""
+        """What is written: `name.weight`, or `name.qweight`, `name.scales` and, two to a byte, `name.zero_points`."""
         if self.precision in ("fp32", "bf16"):
             dtype = "F32" if self.precision == "fp32" else "BF16"
             return (StoreTensor(f"{self.name}.weight", dtype, self.shape),)
@@ -69,10 +71,11 @@ class StoreItem:
         groups, packed = columns // self.group_size, self.group_size * BITS[self.precision] // 8
         # QMoE and GatherBlockQuantized take rows of bytes, MatMulNBits blocks of bytes: the same memory.
         blocks = (*rows, groups, packed) if self.transform in ("rows", "attention_qkv") else (*rows, groups * packed)
-        return (
-            StoreTensor(f"{self.name}.qweight", "U8", blocks),
-            StoreTensor(f"{self.name}.scales", "F32", (*rows, groups)),
-        )
+        values = StoreTensor(f"{self.name}.qweight", "U8", blocks)
+        scales = StoreTensor(f"{self.name}.scales", "F32", (*rows, groups))
+        if not self.zero_points:
+            return values, scales
+        return values, scales, StoreTensor(f"{self.name}.zero_points", "U8", (*rows, (groups + 1) // 2))
 
 
 def store_plan(config: ModelConfig, precision: PrecisionPlan) -> tuple[StoreItem, ...]:
@@ -90,8 +93,9 @@ def _dense_items(c: ModelConfig, precision: PrecisionPlan) -> Iterator[StoreItem
         layer: int | None = None,
     ) -> StoreItem:
         return StoreItem(
-            name, DENSE_FILE, kind, precision[kind], transform, sources, shape, precision.group_size, layer
-        )
+            name, DENSE_FILE, kind, precision[kind], transform, sources, shape, precision.group_size, layer,
+            kind in precision.zero_points,
+        )  # fmt: skip
 
     def small(
         name: str, shape: tuple[int, ...], *sources: str, transform: Transform = "copy", layer: int | None = None
@@ -170,5 +174,5 @@ def _expert_items(c: ModelConfig, precision: PrecisionPlan) -> Iterator[StoreIte
             yield StoreItem(
                 f"layers.{n}.experts.{name}", EXPERTS_FILE, "experts", precision["experts"],
                 "expert_gate_up" if transform == "expert_gate_up" else "expert_down",
-                (source,), shape, precision.group_size, n,
+                (source,), shape, precision.group_size, n, "experts" in precision.zero_points,
             )  # fmt: skip

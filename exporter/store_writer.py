@@ -102,11 +102,15 @@ class StoreWriter:
         self._journal_path = path.with_name(path.name + ".journal")
         self._header, places = layout(entries, metadata or {})
         self._places = {e.name: _Place(NUMPY_DTYPES[e.dtype], tuple(e.shape), *places[e.name]) for e in entries}
+        self._at = {p.offset: name for name, p in self._places.items() if p.nbytes}
         self._size = max((p.offset + p.nbytes for p in self._places.values()), default=len(self._header))
         self._done: set[str] = set()
         self._parts: dict[str, list[tuple[int, int]]] = {}
         self._lock = threading.Lock()
+        self._hash_lock = threading.Lock()
+        self._digest, self._digested = hashlib.sha256(), 0  # of the file so far, and how far
         self._file: BinaryIO | None = None
+        self._reader: BinaryIO | None = None
         self._journal: BinaryIO | None = None
         with self._disk_errors():
             self._open()
@@ -155,9 +159,13 @@ class StoreWriter:
                 raise ValueError(f"elements {start}:{stop} of {name} are written twice")
             self._put(place.offset + start * place.dtype.itemsize, data)
             parts.insert(at, (start, stop))
-            if sum(b - a for a, b in parts) == elements:
-                whole = data if len(parts) == 1 else None
-                self._note(name, hashlib.sha256(whole).hexdigest() if whole is not None else self._hash_range(place))
+            if sum(b - a for a, b in parts) != elements:
+                return
+        with self._hash_lock, self._disk_errors():  # other threads go on writing
+            digest = self._hash_tensor(name)
+            with self._lock:
+                self._note(name, digest)
+            self._catch_up()
 
     def finish(self) -> str:
         """Renames the complete file into place; its sha256 (hex). The writer is closed afterwards."""
@@ -165,28 +173,23 @@ class StoreWriter:
             raise ValueError(f"{len(missing)} tensors of {self.path} are not written, {missing[0]} among them")
         with self._disk_errors():
             if self._file is None:  # an earlier run got as far as the rename
-                file: BinaryIO = self.path.open("rb")
+                self._reader = self.path.open("rb", buffering=0)
             else:
                 os.fsync(self._file.fileno())
-                file = self._file
-            file.seek(0)
-            digest = hashlib.sha256()
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
-            file.close()
+            self._read(self._digested, self._size, self._digest)
             self.close()
             if self._partial.exists():
                 self._partial.replace(self.path)
             _sync_directory(self.path.parent)
             self._journal_path.unlink(missing_ok=True)
-        return digest.hexdigest()
+        return self._digest.hexdigest()
 
     def close(self) -> None:
         """Closes the files and leaves them for a later run to resume. Harmless when closed already."""
-        for file in (self._file, self._journal):
+        for file in (self._file, self._reader, self._journal):
             if file is not None:
                 file.close()
-        self._file = self._journal = None
+        self._file = self._reader = self._journal = None
 
     # -- opening and resuming ------------------------------------------------------------------
 
@@ -200,10 +203,14 @@ class StoreWriter:
         self._file = self._partial.open("r+b" if self._partial.exists() else "w+b", buffering=0)
         try:
             self._lock_file()
+            self._reader = self._partial.open("rb", buffering=0)
             self.path.unlink(missing_ok=True)  # made from something else
             self._journal = self._journal_path.open("r+b" if self._journal_path.exists() else "w+b", buffering=0)
             if not self._resume():
                 self._start_over()
+            self._digest.update(self._header)
+            self._digested = len(self._header)
+            self._catch_up()
         except BaseException:
             self.close()
             raise
@@ -255,7 +262,7 @@ class StoreWriter:
             try:  # the last line may be torn
                 note = json.loads(line)
                 name, digest = note["name"], note["sha256"]
-                if line.endswith(b"\n") and self._hash_range(self._places[name]) == digest:
+                if line.endswith(b"\n") and self._hash_tensor(name) == digest:
                     self._done.add(name)
                     intact += line
             except (ValueError, KeyError, TypeError):
@@ -289,14 +296,30 @@ class StoreWriter:
         self._file.seek(offset)
         _write_all(self._file, data)
 
-    def _hash_range(self, place: _Place) -> str:
-        assert self._file is not None
-        self._file.seek(place.offset)
-        digest, left = hashlib.sha256(), place.nbytes
-        while left and (chunk := self._file.read(min(left, CHUNK_BYTES))):
-            digest.update(chunk)
-            left -= len(chunk)
+    def _hash_tensor(self, name: str) -> str:
+        """A tensor's hash; the file's own goes along when it has come to this tensor, so that both take one reading."""
+        place, digest = self._places[name], hashlib.sha256()
+        along = [self._digest] if self._digested == place.offset else []
+        self._read(place.offset, place.offset + place.nbytes, digest, *along)
+        if along:
+            self._digested += place.nbytes
         return digest.hexdigest()
+
+    def _catch_up(self) -> None:
+        """Takes the file's hash as far as the tensors are done."""
+        while (name := self._at.get(self._digested)) is not None and name in self._done:
+            self._read(self._digested, self._digested + self._places[name].nbytes, self._digest)
+            self._digested += self._places[name].nbytes
+
+    def _read(self, start: int, stop: int, *digests: Any) -> None:
+        """Feeds bytes of the file to `digests`."""
+        if self._reader is None:
+            raise ValueError(f"{self.path} is closed")
+        self._reader.seek(start)
+        while start < stop and (chunk := self._reader.read(min(stop - start, CHUNK_BYTES))):
+            for digest in digests:
+                digest.update(chunk)
+            start += len(chunk)
 
     def _note(self, name: str, digest: str) -> None:
         # No fsync: a kill keeps what was written, and after a power cut the hashes tell what was lost.

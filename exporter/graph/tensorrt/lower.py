@@ -15,7 +15,7 @@ from onnx import helper
 
 from clover.exporter.config import ModelConfig
 from clover.exporter.graph.builder import CONTRIB, GraphBuilder
-from clover.exporter.graph.step import EXACT_ACCURACY
+from clover.exporter.graph.dense import EXACT_ACCURACY
 from clover.exporter.graph.tensorrt.step import EXPERT_ROWS, DeviceGraphOptions, build_device_graph
 from clover.exporter.precision import PrecisionPlan
 from clover.exporter.weight_index import StoredTensor
