@@ -55,8 +55,12 @@ def build(
         bool, typer.Option("--with-logits", help="Also give logits out (for `clover logits`).")
     ] = False,
     exact_activations: Annotated[
-        bool, typer.Option("--exact-activations", help="Integer weights meet float32 activations: slower, exact.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--exact-activations/--fast-activations",
+            help="Integer weights meet float32 or 8-bit activations; default 8-bit for wide models, which it speeds up.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a bundle that stands at the output path.")] = False,
     ignore_config_field: Annotated[
         list[str] | None, typer.Option(help="An unknown config.json field to disregard (repeatable).")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clover.runtime.decoder import DecodeCounts, DecodeEvent, PromptFeed, TokenInfo, TokensEvent
+from clover.runtime.decoder import DecodeCounts, DecodeEvent, Progress, PromptFeed, TokenInfo, TokensEvent
 from clover.runtime.fill import alternatives
 from clover.runtime.options import DecodeOptions
 from clover.runtime.penalties import PenaltyState
@@ -26,11 +26,15 @@ class AutoregressiveDecoder:
         vocab_size: int,
         limit: int,
         ending_ids: Sequence[int] = (),
+        after: Progress | None = None,
     ) -> None:
-        self.counts = DecodeCounts(prompt_tokens=len(prompt))
+        """`limit`: most response tokens. `after`: another decoder began the reply; `prompt` then holds the tokens that
+        are not committed yet."""
+        self.counts = after.counts if after else DecodeCounts(prompt_tokens=len(prompt))
         self._options, self._eos, self._limit = options, frozenset(eos_ids), limit
-        self._rng = np.random.default_rng(options.seed)
+        self._rng = after.rng if after else np.random.default_rng(options.seed)
         self._penalties = PenaltyState(options, ending_ids or eos_ids)
+        self._penalties.add(after.response if after else ())
         self._candidates = candidates_needed(options, vocab_size)
         self._feed = PromptFeed(list(prompt))
         self._done = self._truncated = self._asked = False
@@ -54,6 +58,11 @@ class AutoregressiveDecoder:
     def resume(self, committed: int) -> None:
         self._feed.take(committed)
 
+    @property
+    def uncommitted(self) -> list[int]:
+        """Tokens of the prompt and the reply, in order, that no step has committed yet."""
+        return list(self._feed.pending)
+
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         tokens = np.array(self._feed.take(max_rows), np.int64)
         self._asked = not self._feed.pending
@@ -66,6 +75,10 @@ class AutoregressiveDecoder:
             self.counts.prefill_steps += 1
             return []
         self.counts.steps += 1
+        return self.take(candidates)
+
+    def take(self, candidates: Candidates) -> list[DecodeEvent]:
+        """The next token from its causal logits [1, K]."""
         ids, logprobs = choose_tokens(candidates, self._options, self._rng)
         token = int(ids[0])
         self.counts.ramp_bias = max(self.counts.ramp_bias, self._penalties.ramp_bias)

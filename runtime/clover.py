@@ -14,6 +14,7 @@ from typing import Any
 from clover.engines.bundle import Bundle
 from clover.engines.open import Provider, open_session
 from clover.exporter.config import read_json
+from clover.runtime.adaptive import AdaptiveDecoder, StepTimesSeen
 from clover.runtime.autoregressive import AutoregressiveDecoder
 from clover.runtime.decoder import DecodeCounts, Decoder, StepEvent, TokenInfo
 from clover.runtime.errors import CloverError, RequestError
@@ -48,6 +49,7 @@ class Clover:
         self._turn = threading.Lock()
         self._turn_of: int | None = None  # the thread whose stream runs
         self._closed = False
+        self._step_times = StepTimesSeen()
 
     @classmethod
     def load(
@@ -162,6 +164,9 @@ class Clover:
             return AutoregressiveDecoder(prompt, options, **common)  # type: ignore[arg-type]
         if options.mode == "self-speculative":
             return SpeculativeDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
+        if options.mode == "adaptive":
+            times = self._step_times
+            return AdaptiveDecoder(prompt, options, mask_id=manifest.mask_token_id, times=times, **common)  # type: ignore[arg-type]
         return FillDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
 
     def close(self) -> None:

@@ -6,9 +6,11 @@ the plans of many decoders into one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from clover.runtime.session import Candidates, SequenceRows
 
@@ -56,6 +58,15 @@ class DecodeCounts:
     ramp_bias: float = 0.0
     drafted: int = 0  # tokens that a causal pass checked; 0 in modes that don't draft
     accepted: int = 0  # of them, those it kept
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a decoder that goes on from another one takes over: the reply so far, its counts, its random numbers."""
+
+    response: Sequence[int]
+    counts: DecodeCounts
+    rng: np.random.Generator
 
 
 class Decoder(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clover.runtime.decoder import DecodeCounts, DecodeEvent, PromptFeed, StepEvent, TokenInfo, TokensEvent
+from clover.runtime.decoder import DecodeCounts, DecodeEvent, Progress, PromptFeed, StepEvent, TokenInfo, TokensEvent
 from clover.runtime.options import DecodeOptions
 from clover.runtime.penalties import PenaltyState
 from clover.runtime.select import candidates_needed, choose_tokens, positions_to_fill
@@ -31,13 +31,18 @@ class FillDecoder:
         vocab_size: int,
         limit: int,
         ending_ids: Sequence[int] = (),
+        after: Progress | None = None,
     ) -> None:
-        """`limit`: most response tokens (max_new_tokens, or what the context leaves)."""
-        self.counts = DecodeCounts(prompt_tokens=len(prompt))
+        """`limit`: most response tokens (max_new_tokens, or what the context leaves). `after`: another decoder began
+        the reply; `prompt` then holds the tokens that are not committed yet."""
+        self.counts = after.counts if after else DecodeCounts(prompt_tokens=len(prompt))
         self.choose_positions = positions_to_fill  # benchmarks put another rule here
         self._options, self._mask_id, self._eos, self._limit = options, mask_id, frozenset(eos_ids), limit
-        self._rng = np.random.default_rng(options.seed)
+        self._rng = after.rng if after else np.random.default_rng(options.seed)
         self._penalties = PenaltyState(options, ending_ids or eos_ids)
+        self._penalties.add(after.response if after else ())
+        self.asks_causal = False  # also ask for the logits of the last committed row
+        self.causal: Candidates | None = None  # and what they were, for the block that is developed
         self._candidates = candidates_needed(options, vocab_size)
         # blocks aligned to multiples of the block size: the prompt's tail stands, filled, in the first block
         tail = len(prompt) % options.block_size if options.align_blocks else 0
@@ -49,8 +54,10 @@ class FillDecoder:
         self._block[:tail] = prompt[len(prompt) - tail :]
         self._masked[:tail] = False
         self._emitted = tail  # positions of this block already given out
-        self._before = -tail  # response tokens of earlier blocks
+        self._before = (len(after.response) if after else 0) - tail  # response tokens of earlier blocks
         self._block_step = 0
+        self._causal_rows = 0
+        self.last_filled = 0  # positions that the last step filled
         self._asked: np.ndarray[tuple[int], np.dtype[np.intp]] = np.zeros(0, np.intp)
 
     # -- Decoder -------------------------------------------------------------------------------
@@ -69,32 +76,50 @@ class FillDecoder:
 
     @property
     def resumable(self) -> int:
-        return len(self._feed.pending)
+        return len(self._feed.pending) - self.asks_causal
 
     def resume(self, committed: int) -> None:
         self._feed.take(committed)
 
+    @property
+    def uncommitted(self) -> list[int]:
+        """Tokens of the prompt and the reply, in order, that no step has committed yet."""
+        tail = [info.id for info in self._info[: self._emitted] if info is not None]
+        return [*self._feed.pending, *tail]
+
+    @property
+    def missing(self) -> int:
+        """Masks of the block before its end of sequence, if it holds one, and before the limit."""
+        return int(self._masked[: self._useful].sum())
+
+    @property
+    def unsettled(self) -> int:
+        """Tokens of the block up to its end or the limit that are not given out yet, filled or not."""
+        return self._useful - self._emitted
+
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         size = self._options.block_size
-        if len(self._feed.pending) + size > max_rows:  # a long prompt: this step only commits
-            chunk = self._feed.take(max_rows)
-            self._asked = np.zeros(0, np.intp)
-            return SequenceRows(slot, np.array(chunk, np.int64), len(chunk), self._asked.astype(np.int64))
+        whole = len(self._feed.pending) + size <= max_rows  # else a long prompt: this step only commits
         commit = self._feed.take(max_rows)
-        self._asked = np.flatnonzero(self._masked)  # filled positions need no logits
-        tokens = np.concatenate([np.array(commit, np.int64), self._block])
+        last = [len(commit) - 1] if self.asks_causal and commit and not self._feed.pending else []
+        self._causal_rows = len(last)
+        self._asked = np.flatnonzero(self._masked) if whole else np.zeros(0, np.intp)  # filled ones need no logits
+        tokens = np.array(commit, np.int64)
         if self._block_step == 0:
             self._penalties.at_length(max(self._before, 0))
         return SequenceRows(
             slot,
-            tokens,
+            np.concatenate([tokens, self._block]) if whole else tokens,
             len(commit),
-            self._asked + len(commit),
+            np.concatenate([np.array(last, np.int64), self._asked + len(commit)]),
             self._penalties.adjustment(),
             self._options.coreset_top_p,
         )
 
     def accept(self, candidates: Candidates) -> list[DecodeEvent]:
+        if self._causal_rows:
+            self.causal = _copy(candidates, slice(0, 1))
+            candidates = _view(candidates, slice(1, None))
         if not len(self._asked):
             self.counts.prefill_steps += 1
             return []
@@ -119,6 +144,12 @@ class FillDecoder:
             self._next_block()
         return events
 
+    @property
+    def _useful(self) -> int:
+        """Positions of the block that can still be given out."""
+        ends = [p for p, info in enumerate(self._info) if info is not None and info.id in self._eos]
+        return max(min([len(self._block), self._limit - self._before, *ends[:1]]), 0)
+
     # -- steps of the loop -----------------------------------------------------------------------
 
     def _fill(self, candidates: Candidates) -> tuple[list[int], list[float]]:
@@ -136,6 +167,7 @@ class FillDecoder:
                 self.counts.steps,
                 alternatives(candidates, row, self._options.logprobs),
             )
+        self.last_filled = len(chosen)
         self._penalties.add(ids[chosen].tolist())
         self.counts.ramp_bias = max(self.counts.ramp_bias, self._penalties.ramp_bias)
         return positions.tolist(), confidence[chosen].tolist()
@@ -173,3 +205,13 @@ def alternatives(candidates: Candidates, row: int, count: int) -> tuple[tuple[in
         return ()
     order = np.argsort(-candidates.logprobs[row], kind="stable")[:count]
     return tuple((int(candidates.ids[row, i]), float(candidates.logprobs[row, i])) for i in order)
+
+
+def _view(candidates: Candidates, rows: slice) -> Candidates:
+    return Candidates(candidates.ids[rows], candidates.logprobs[rows], candidates.scores[rows])
+
+
+def _copy(candidates: Candidates, rows: slice) -> Candidates:
+    """Rows of a step, kept when the session's buffers are overwritten."""
+    view = _view(candidates, rows)
+    return Candidates(view.ids.copy(), view.logprobs.copy(), view.scores.copy())

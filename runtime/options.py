@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from clover.runtime.errors import RequestError
 
-Mode = Literal["fill", "autoregressive", "self-speculative"]
+Mode = Literal["fill", "autoregressive", "self-speculative", "adaptive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -76,6 +76,10 @@ class DecodeOptions:
             self._integer("seed", 0, 2**63)
         if not isinstance(self.align_blocks, bool):
             raise RequestError("align_blocks", f"align_blocks is {self.align_blocks!r}; it must be true or false.")
+        if self.align_blocks and self.mode == "adaptive":
+            raise RequestError(
+                "align_blocks", "align_blocks can't be kept in mode adaptive; leave it false, or choose fill."
+            )
         if self.length_ramp is not None and not isinstance(self.length_ramp, LengthRamp):
             raise RequestError("length_ramp", f"length_ramp is {self.length_ramp!r}; it must be a LengthRamp.")
         if isinstance(self.stop, str):

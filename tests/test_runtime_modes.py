@@ -1,10 +1,11 @@
-"""Self-speculative decoding equals autoregressive decoding; a tentative commit leaves no trace."""
+"""Self-speculative decoding equals the autoregressive mode, tentative commits leave no trace, adaptive mixes validly."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,16 +15,19 @@ from engine_support import NANO, bundle, rows, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_support import tiny_checkpoint
-from serve_support import Owner, job_for, nano, nano_session
+from serve_support import Owner, chat_ids, job_for, nano, nano_session
 
 from clover.engines.open import open_session
 from clover.runtime import speculative
+from clover.runtime.adaptive import AdaptiveDecoder, StepTimesSeen
 from clover.runtime.autoregressive import AutoregressiveDecoder
-from clover.runtime.decoder import Decoder, TokenInfo, TokensEvent
+from clover.runtime.decoder import DecodeCounts, Decoder, Progress, TokenInfo, TokensEvent
+from clover.runtime.errors import RequestError
+from clover.runtime.fill import FillDecoder
 from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions, LengthRamp
 from clover.runtime.scheduler.scheduler import Scheduler
-from clover.runtime.session import StepSession
+from clover.runtime.session import Candidates, SequenceRows, StepSession
 from clover.runtime.speculative import SpeculativeDecoder
 
 sys.path.insert(0, str(NANO))
@@ -207,9 +211,7 @@ def test_only_the_last_tentative_commit_can_be_taken_back() -> None:
         session.step([_with(some, undo=True)])
 
 
-def _with(given_rows: Any, **changes: bool) -> Any:
-    from dataclasses import replace
-
+def _with(given_rows: SequenceRows, **changes: bool) -> SequenceRows:
     return replace(given_rows, **changes)
 
 
@@ -231,3 +233,98 @@ def test_sampled_replies_have_the_autoregressive_distribution() -> None:
     assert len(outcomes) == 8
     statistic = sum((counts[0][o] - counts[1][o]) ** 2 / (counts[0][o] + counts[1][o]) for o in outcomes)
     assert statistic < 29.9  # exceeded by one run in 10,000
+
+
+# -- adaptive -------------------------------------------------------------------------------------------------
+
+
+class PricedSession:
+    """A session whose steps take as long as they are said to."""
+
+    def __init__(self, inner: StepSession, price: Callable[[bool], float]) -> None:
+        self._inner, self._price, self.now = inner, price, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, step_rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
+        previews = any(len(r.tokens) > r.commit for r in step_rows)
+        self.now += self._price(previews)
+        return self._inner.step(step_rows, candidates)
+
+
+def adaptive(
+    session: PricedSession, prompt: Sequence[int], options: DecodeOptions, times: StepTimesSeen, limit: int
+) -> tuple[list[int], AdaptiveDecoder]:
+    common: dict[str, Any] = {"mask_id": 3, "eos_ids": (2, 0), "vocab_size": 768, "limit": limit}
+    decoder = AdaptiveDecoder(prompt, options, **common, times=times, clock=lambda: session.now)
+    return [t.id for t in drive(session, decoder)], decoder
+
+
+@pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 0.9, "repetition_penalty": 1.2}])
+def test_every_adaptive_token_is_either_modes_continuation(
+    penalties: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With step times drawn at random, so that the mode changes anywhere, in the midst of blocks too."""
+    monkeypatch.setattr("clover.runtime.adaptive.PROBE_SHARE", 1)
+    r = np.random.default_rng(0)
+    options = nano().options(mode="adaptive", block_size=8, max_new_tokens=60, **penalties)
+    session = PricedSession(nano().session, lambda previews: float(r.uniform(0.1, 8.0 if previews else 3.0)))
+    times, changes, causal, filled = StepTimesSeen(), 0, 0, 0
+    for prompt in nano_prompts(3):
+        reply, decoder = adaptive(session, prompt, options, times, 60)
+        changes += decoder.changes
+        assert decoder.counts.response_tokens == len(reply)
+        for i, token in enumerate(reply):
+            if _continuation(prompt, reply[:i], replace(options, mode="autoregressive"), 1) == [token]:
+                causal += 1
+                continue
+            blocks = (
+                (b, _continuation(prompt, reply[:b], replace(options, mode="fill"), 8)) for b in range(i, i - 8, -1)
+            )
+            assert any(b >= 0 and block[: i + 1 - b] == reply[b : i + 1] for b, block in blocks)
+            filled += 1
+    assert changes > 10 and causal and filled
+
+
+def _continuation(prompt: Sequence[int], reply: Sequence[int], options: DecodeOptions, count: int) -> list[int]:
+    """What one mode gives behind a reply so far, by a decoder that knows of no other."""
+    so_far = Progress(reply, DecodeCounts(response_tokens=len(reply)), np.random.default_rng(0))
+    common: dict[str, Any] = {"eos_ids": (2, 0), "vocab_size": 768, "limit": len(reply) + count, "after": so_far}
+    whole = [*prompt, *reply]
+    if options.mode == "autoregressive":
+        return [t.id for t in drive(nano().session, AutoregressiveDecoder(whole, options, **common))]
+    return [t.id for t in drive(nano().session, FillDecoder(whole, options, mask_id=3, **common))]
+
+
+@pytest.mark.parametrize("price", [1.5, 5.0, 40.0])
+def test_adaptive_is_about_as_fast_as_the_better_mode(price: float) -> None:
+    """In priced steps: a preview costs `price` autoregressive steps. What is lost are a few tries."""
+    prompts, spent = nano_prompts(7), {}
+    for mode in ("fill", "autoregressive"):
+        session = PricedSession(nano().session, lambda previews: price if previews else 1.0)
+        replies = [drive(session, nano().decoder(p, nano().options(mode=mode, max_new_tokens=128))) for p in prompts]
+        spent[mode] = session.now / sum(map(len, replies))
+    session, times = PricedSession(nano().session, lambda previews: price if previews else 1.0), StepTimesSeen()
+    options = nano().options(mode="adaptive", max_new_tokens=128)
+    tokens = sum(len(adaptive(session, p, options, times, 128)[0]) for p in prompts)
+    assert session.now / tokens < 1.1 * min(spent.values())
+
+
+def test_adaptive_begins_where_a_conversation_was_kept() -> None:
+    """A scheduler resumes kept states, whichever mode the decoder begins with."""
+    scheduler = Scheduler(nano_session(2), cache_bytes=2**26, cache_least_tokens=8, turn_opener=1)
+    for question in ("Repeat: Alder Birch Cedar", "Parse the dispatch: Send UAV7 to Cedar, priority high."):
+        prompt = chat_ids(nano(), "What is the weather in Oslo?", "Rain and 4 degrees.", question)
+        want = [t.id for t in nano().generate(prompt, mode="autoregressive", max_new_tokens=20).tokens]
+        for mode in ("adaptive", "self-speculative", "self-speculative"):
+            job, owner = job_for(nano(), prompt, mode=mode, max_new_tokens=20)
+            scheduler.submit([job])
+            assert owner.wait() == want or mode == "adaptive"
+    assert scheduler.cache.counts.hits >= 5
+    scheduler.close()
+
+
+def test_adaptive_refuses_aligned_blocks() -> None:
+    with pytest.raises(RequestError, match="align_blocks"):
+        nano().options(mode="adaptive", align_blocks=True)
