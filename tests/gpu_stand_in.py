@@ -96,7 +96,7 @@ class StandInDriver:
         return (0,)
 
     def _move(self, target: int, source: int, nbytes: int) -> tuple[int]:
-        self.queue(lambda: ctypes.memmove(target, source, nbytes))  # type: ignore[arg-type, return-value]
+        self.queue(lambda: ctypes.memmove(target, source, nbytes))  # type: ignore[arg-type]
         return (0,)
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: Any) -> tuple[int]:
@@ -105,7 +105,7 @@ class StandInDriver:
     cuMemcpyDtoHAsync = cuMemcpyDtoDAsync = cuMemcpyHtoDAsync
 
     def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: Any) -> tuple[int]:
-        self.queue(lambda: ctypes.memset(address, value, nbytes))  # type: ignore[arg-type, return-value]
+        self.queue(lambda: ctypes.memset(address, value, nbytes))  # type: ignore[arg-type]
         return (0,)
 
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[int]:
@@ -129,7 +129,9 @@ class StandInDriver:
 def view(address: int, dtype: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     """The array at an address."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(dtype).reshape(shape)
+    data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+    found: npt.NDArray[Any] = data.view(dtype).reshape(shape)
+    return found
 
 
 class StandInTensorRt:

@@ -214,7 +214,7 @@ def test_a_builder_that_is_killed_leaves_a_sentence_and_no_engine(int4: Bundle, 
             os.kill(children[0].pid, signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder.subprocess, "Popen", Watched)
+        patch.setattr(subprocess, "Popen", Watched)
         with pytest.raises(CloverError, match="killed, most likely because memory ran out"):
             builder.build_engine(request, kill)
     assert not Path(request.engine).exists() and not list(tmp_path.glob("*.partial"))

@@ -190,8 +190,8 @@ def test_a_top_p_of_its_own_for_every_call() -> None:
 def test_the_head_gives_adjusted_candidates_and_raw_probabilities() -> None:
     checkpoint = tiny_checkpoint(1)
     session = PortableSession(exact(checkpoint))
-    adjust = {
-        "adjust_ids": np.array([[5, 6]]), "adjust_scale": np.float32([[2.0, 1.0]]), "adjust_bias": np.float32([[0, 9.0]]),
+    adjust: dict[str, Any] = {
+        "adjust_ids": np.array([[5, 6]]), "adjust_scale": np.array([[2.0, 1.0]], np.float32), "adjust_bias": np.array([[0.0, 9.0]], np.float32),
     }  # fmt: skip
     out = session.step({0: (tokens(0, 9), 9)}, candidates=320, **adjust)
     raw = out["logits"][0].astype(np.float64)

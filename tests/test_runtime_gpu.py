@@ -119,7 +119,9 @@ def test_sequences_of_different_progress_equal_the_cpu_session(machine: Machine)
 
 def test_adjusted_logits_choose_the_same_candidates(machine: Machine) -> None:
     gpu, host = machine.session, cpu()
-    change = Adjustment(np.array([5, 9, 700]), np.float32([1.3, 2.0, 1.0]), np.float32([-0.9, 0.0, 30.0]))
+    change = Adjustment(
+        np.array([5, 9, 700]), np.array([1.3, 2.0, 1.0], np.float32), np.array([-0.9, 0.0, 30.0], np.float32)
+    )
     plan = SequenceRows(0, tokens(2, 20), 20, np.array([3, 19]), change)
     both(gpu, host, [plan], 20)
     assert gpu.step([SequenceRows(0, tokens(2, 4), 0, np.arange(4), change)])[0].ids[:, 0].tolist() == [700] * 4
