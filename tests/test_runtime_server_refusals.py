@@ -224,7 +224,8 @@ def test_templates_in_messages_are_text(server: RunningServer) -> None:
 
 def test_a_foreign_host_name_is_refused_where_no_key_is_needed(server: RunningServer) -> None:
     for host, status in (("localhost", 200), ("127.0.0.1:9", 200), ("[::1]:80", 200), ("evil.example", 403), ("", 403)):
-        assert server.http.get("/health", headers={"host": host}).status_code == status, host
+        assert server.http.get("/v1/models", headers={"host": host}).status_code == status, host
+    assert server.http.get("/ready", headers={"host": "10.0.0.7"}).status_code == 200, "probes know an address only"
     got = server.http.options(CHAT, headers={"origin": "http://a", "access-control-request-method": "POST"})
     assert "access-control-allow-origin" not in got.headers and got.status_code == 405
 

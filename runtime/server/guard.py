@@ -19,7 +19,8 @@ from clover.runtime.server.metrics import Metrics
 from clover.runtime.server.settings import ServeSettings
 
 log = logging.getLogger("clover.server")
-OPEN_PATHS = ("/", "/health", "/ready")  # need no key: the page asks for it, and probes have none
+PROBES = ("/health", "/ready")  # under any host name: probes know an address, and these tell nothing
+OPEN_PATHS = ("/", *PROBES)  # need no key: the page asks for it, and probes have none
 
 
 def dialect_of(path: str) -> Dialect:
@@ -80,7 +81,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if self._hosts is not None and _host_name(headers.get("host", "")) not in self._hosts:
+        known = self._hosts is None or scope["path"] in PROBES or _host_name(headers.get("host", "")) in self._hosts
+        if not known:
             return ApiError(403, "this server is not known by that host name; start it with --allowed-host to add one.")
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
