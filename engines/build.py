@@ -18,7 +18,8 @@ from clover.engines.manifest import MANIFEST, Graph, Manifest, Model, Target
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.config import BLOCK_SIZES, ModelConfig, read_json
 from clover.exporter.config_reader import read_config, require_mask_token
-from clover.exporter.graph.step import EXACT_ACCURACY, FAST_ACCURACY, build_step_graph
+from clover.exporter.graph.dense import EXACT_ACCURACY, FAST_ACCURACY
+from clover.exporter.graph.step import build_step_graph
 from clover.exporter.precision import Precision, PrecisionPlan, TensorClass, plan_precision
 from clover.exporter.store_plan import StoreItem, store_plan
 from clover.exporter.weight_index import read_weight_index
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from clover.engines.tensorrt.target import GpuBuild
 
 GRAPH_FILE = "graphs/step.onnx"
+WIDE = 1024  # hidden size from which a CPU's step costs by the weight and the row, not by the operator
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -57,7 +59,7 @@ class BuildRequest:
     block_sizes: Collection[int] = ()
     max_context: int | None = None
     with_logits: bool = False
-    exact_activations: bool = False
+    exact_activations: bool | None = None  # None: where 8-bit activations would not be faster
     replace: bool = False
     ignore_fields: Collection[str] = ()
     sequences: int = 1  # slots of a GPU engine
@@ -97,6 +99,7 @@ def build_bundle(
     mask = require_mask_token(config)
     checkpoint = Checkpoint.open(request.checkpoint, config)
     precision = plan_precision(config, request.precision, request.overrides, request.group_size)
+    accuracy = choose_accuracy(config, request.exact_activations)
     block_sizes = check_block_sizes(request.block_sizes)
     max_context = check_context(config, request.max_context)
     if gpu:
@@ -117,7 +120,7 @@ def build_bundle(
             index,
             excluded_ids=excluded,
             with_logits=request.with_logits,
-            accuracy_level=EXACT_ACCURACY if request.exact_activations else FAST_ACCURACY,
+            accuracy_level=accuracy,
         )
         (work / GRAPH_FILE).parent.mkdir(exist_ok=True)
         (work / GRAPH_FILE).write_bytes(model.SerializeToString())
@@ -151,7 +154,7 @@ def build_bundle(
             graph=Graph(
                 file=GRAPH_FILE,
                 with_logits=request.with_logits,
-                accuracy_level=EXACT_ACCURACY if request.exact_activations else FAST_ACCURACY,
+                accuracy_level=accuracy,
             ),
             engines=(parts.engine,) if parts else (),
             kernels=parts.kernels if parts else {},
@@ -192,6 +195,13 @@ def reuse_weights(source: Path, work: Path, checkpoint: Checkpoint, precision: P
 def output_path(path: Path) -> Path:
     """The bundle's place: a link's target, and a name where `.` or `..` was given."""
     return path.resolve() if path.is_symlink() or path.name in ("", "..") else path
+
+
+def choose_accuracy(config: ModelConfig, exact: bool | None) -> int:
+    """What integer weights are multiplied by: float32 activations where 8-bit ones are not faster anyway."""
+    if exact is None:
+        exact = config.hidden_size < WIDE
+    return EXACT_ACCURACY if exact else FAST_ACCURACY
 
 
 def check_block_sizes(asked: Collection[int]) -> tuple[int, ...]:
@@ -275,7 +285,7 @@ def decode_defaults(
 
 def default_mode(config: ModelConfig, target: str) -> str:
     """Threshold fill, except where it loses: on a CPU a step of a wide model costs by the row (docs/speed.md)."""
-    return "autoregressive" if target == "cpu" and config.hidden_size >= 1024 else "fill"
+    return "autoregressive" if target == "cpu" and config.hidden_size >= WIDE else "fill"
 
 
 def _copy_text_files(source: Path, work: Path) -> list[str]:

@@ -29,7 +29,7 @@ QUANTISABLE = re.compile(
 )
 EXACT = 1e-5
 FAST_ON_TEXT = 0.02  # median: a router's near-tie that falls the other way costs a block up to a tenth
-FAST_ON_NOISE = 0.08  # random weights, sharp block softmax: the GDN projections' 8-bit rows cost most of it
+FAST_ON_NOISE = 0.06  # random weights, sharp block softmax: the GDN projections' 8-bit rows cost most of it
 ORDERS = [
     ("Send UAV7 to Cedar, priority high.", '[{"op": "dispatch", "uav": 7, "site": "Cedar", "priority": "high"}]'),
     ("UAV3 search radius 450 metres.", '[{"op": "set_radius", "uav": 3, "metres": 450}]'),
@@ -105,14 +105,14 @@ def test_with_exact_activations_only_the_weights_are_rounded() -> None:
     for seed in range(2):
         found, same = errors(tiny_checkpoint(seed), 32, noise(), exact_activations=True)
         assert max(found) < EXACT and same == 1.0
-    found, same = errors(NANO, 64, orders(), exact_activations=True)
-    assert max(found) < EXACT and same == 1.0
+    found, same = errors(NANO, 64, orders())
+    assert max(found) < EXACT and same == 1.0, "a narrow model's default"
 
 
 def test_8_bit_activations_stay_close() -> None:
-    found, same = errors(NANO, 64, orders())
+    found, same = errors(NANO, 64, orders(), exact_activations=False)
     assert float(np.median(found)) < FAST_ON_TEXT and same > 0.97
     for seed in range(2):
-        found, _ = errors(undecided(seed), 32, noise())
+        found, _ = errors(undecided(seed), 32, noise(), exact_activations=False)
         assert float(np.sqrt(np.mean(np.square(found)))) < FAST_ON_NOISE
     assert min(found) > EXACT, "8-bit activations are in use"

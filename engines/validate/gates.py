@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clover.engines.validate.metrics import Gate
-from clover.exporter.graph.step import EXACT_ACCURACY
+from clover.exporter.graph.dense import EXACT_ACCURACY
 from clover.exporter.precision import Precision, PrecisionPlan
 
 # float32 against float64: at most 1e-12 from a cosine of 1 and 4e-7 from a norm ratio of 1 were seen. A cosine of
@@ -55,7 +55,8 @@ class Gates:
 def own_gates(precision: PrecisionPlan, accuracy_level: int) -> Gates:
     """For an engine against the weights it holds: is the engine right?"""
     integers = any(p in ("int4", "int8") for p in precision.classes.values())
-    if not integers or accuracy_level == EXACT_ACCURACY:
+    # QMoE multiplies 8-bit weights by 8-bit activations at every accuracy level
+    if not integers or (accuracy_level == EXACT_ACCURACY and precision["experts"] != "int8"):
         return Gates(EXACT, EXACT, EXACT, EXACT, EXACT_ADDED_UP, TRACE_TIE)
     return Gates(FAST, EXACT, EXACT, FAST, None, None)
 
