@@ -55,6 +55,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.alternatives: list[list[int]] = []
         self.steps = 0
         self.outcomes: list[Outcome] = []
         self.ended = threading.Event()
@@ -63,7 +64,9 @@ class Owner:
     def push(self, events: Sequence[DecodeEvent]) -> bool:
         self.steps += 1
         self.started.set()
-        self.tokens += [t.id for e in events if isinstance(e, TokensEvent) for t in e.tokens]
+        fresh = [t for e in events if isinstance(e, TokensEvent) for t in e.tokens]
+        self.tokens += [t.id for t in fresh]
+        self.alternatives += [[i for i, _ in t.alternatives] for t in fresh]
         return False
 
     def finish(self, outcome: Outcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,14 @@ def scheduled(sequences: int = 3, **options: Any) -> Iterator[tuple[Scheduler, W
     finally:
         session.gate.set()
         scheduler.close()
+
+
+@pytest.fixture(autouse=True)
+def no_faults(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The scheduler logs a fault of its own as an error; only tests that cause one may see it."""
+    yield
+    faults = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not faults or "failing" in request.node.name
 
 
 def alone(prompt: Sequence[int], **options: Any) -> list[int]:
@@ -59,6 +68,38 @@ def test_a_reply_in_a_batch_is_the_reply_alone() -> None:
     assert {owner.outcomes[0] for _, owner in pairs} == {"done"}
     assert max(s for s, _ in session.shapes) == 3
     assert all(longest <= 64 for s, longest in session.shapes if s > 1), "a long prompt held the others up"
+
+
+def test_alternatives_do_not_depend_on_what_others_ask_for() -> None:
+    engine = nano()
+    prompt = chat_ids(engine, LONG)
+    options = {"max_new_tokens": 40, "logprobs": 3, "presence_penalty": 2.0, "repetition_penalty": 2.0}
+    wanted = [[i for i, _ in t.alternatives] for t in engine.generate(prompt, **options).tokens]
+    with scheduled(2) as (scheduler, _):
+        job, owner = job_for(engine, prompt, **options)
+        sampling, other = job_for(engine, prompt, max_new_tokens=60, temperature=1.0, seed=1)  # asks for 768 candidates
+        scheduler.submit([job, sampling])
+        owner.wait()
+        other.wait()
+    assert owner.alternatives == wanted
+
+
+@pytest.mark.parametrize("mode", ["fill", "autoregressive", "self-speculative"])
+def test_a_job_knows_what_its_slot_holds(mode: str) -> None:
+    engine = nano()
+    with scheduled(1) as (scheduler, session):
+        job, owner = job_for(engine, chat_ids(engine, LONG), max_new_tokens=60, mode=mode, block_size=8)
+        lengths: list[tuple[int, int]] = []
+        push = owner.push
+
+        def compare(events: Any) -> bool:
+            lengths.append((len(job.committed), session.position(0)))
+            return push(events)
+
+        owner.push = compare  # type: ignore[method-assign]
+        scheduler.submit([job])
+        owner.wait()
+    assert len(lengths) > 5 and all(known == held for known, held in lengths)
 
 
 def test_a_lone_request_gets_whole_chunks_and_one_row_of_slots() -> None:

@@ -104,6 +104,8 @@ def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(
     wanted = whole[: whole.index(stop)]
     got = client.chat.completions.create(model="nano", messages=QUESTION, stop=["\x00", stop], max_tokens=40)
     assert (got.choices[0].message.content, got.choices[0].finish_reason) == (wanted, "stop")
+    counted = nano().chat(QUESTION, max_new_tokens=40, stop=[stop]).statistics.response_tokens
+    assert got.usage and got.usage.completion_tokens == counted < 10
     deltas = client.chat.completions.create(model="nano", messages=QUESTION, stop=stop, max_tokens=40, stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in deltas) == wanted
     message = claude.messages.create(model="nano", messages=QUESTION, stop_sequences=[stop], max_tokens=40)
@@ -112,15 +114,16 @@ def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(
 
 
 def test_choices_differ_by_seed_and_each_is_its_own_run(client: openai.OpenAI) -> None:
-    options = {"max_new_tokens": 30, "temperature": 1.0}
+    options = {"max_new_tokens": 30, "temperature": 3.0}
     wanted = [nano().chat(QUESTION, seed=7 + i, **options).text for i in range(3)]
+    assert len(set(wanted)) == 3
     got = client.chat.completions.create(
-        model="nano", messages=QUESTION, n=3, seed=7, temperature=1.0, max_completion_tokens=30
+        model="nano", messages=QUESTION, n=3, seed=7, temperature=3.0, max_completion_tokens=30
     )
     assert [c.message.content for c in got.choices] == wanted
     texts = [""] * 3
     for chunk in client.chat.completions.create(
-        model="nano", messages=QUESTION, n=3, seed=7, temperature=1.0, max_completion_tokens=30, stream=True
+        model="nano", messages=QUESTION, n=3, seed=7, temperature=3.0, max_completion_tokens=30, stream=True
     ):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == wanted
@@ -228,7 +231,9 @@ def test_denoise_events_tell_every_position_once(server: RunningServer) -> None:
         block.update(zip(step["filled"], step["texts"], strict=True))
     joined = "".join(block[p] for _, block in sorted(blocks.items()) for p in sorted(block))
     assert (
-        joined.split("<|im_end|>")[0].split("<|endoftext|>")[0] == text == nano().chat(QUESTION, max_new_tokens=200).text
+        joined.split("<|im_end|>")[0].split("<|endoftext|>")[0]
+        == text
+        == nano().chat(QUESTION, max_new_tokens=200).text
     )
 
 
