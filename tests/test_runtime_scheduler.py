@@ -241,6 +241,8 @@ def test_a_continued_conversation_gives_the_same_with_and_without_the_cache() ->
                 turns += [engine.tokenizer.decode(got), f"Repeat: Alder {turn}"]
             assert scheduler.cache.counts.hits == 3 and scheduler.cache.counts.misses == 1
             assert 0 < scheduler.cache.nbytes <= 2**26
+            whole = sum(kept.state.nbytes for kept in scheduler.cache._kept.values())
+            assert scheduler.cache.nbytes < whole, "the states of one conversation must share their keys and values"
             again, owner = job_for(engine, prompt, max_new_tokens=48, **options)
             scheduler.submit([again])
             assert owner.wait() == got

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from clover.runtime.scheduler.cache import ConversationCache, turn_borders
 from clover.runtime.scheduler.job import Job, Outcome
@@ -232,9 +232,10 @@ class Scheduler:
 
     def _keep(self, slot: int, job: Job) -> None:
         """Keeps the slot's state: it holds exactly the tokens the job has committed."""
-        if not self.cache.holds(job.committed):
-            self.cache.keep(job.committed, replace(self._session.snapshot(slot), before=None))
         job.kept = len(job.committed)
+        if not self.cache.holds(job.committed):
+            self.cache.keep(job.committed, self._session.snapshot(slot), job.committed[: job.line])
+            job.line = job.kept
 
     def _end(self, slot: int, job: Job, outcome: Outcome) -> None:
         """Frees the job's slot and tells its owner; the only way out of a slot."""
