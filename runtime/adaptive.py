@@ -10,11 +10,10 @@ depends on measured times, so two runs may differ; a fixed mode is repeatable.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -29,14 +28,17 @@ FIRST_LOOK = 4  # autoregressive tokens that measure the mode when nothing is kn
 MARGIN = 1.1  # a change must promise to be this much cheaper
 KEPT_TIMES = 15
 KEPT_REPLIES = 4
-TRY_EVERY = 16  # replies
+TRY_EVERY = 4  # replies, or more where a try is dear
+
+
+Kind = Literal["first", "preview", "autoregressive"]  # first: commits and previews a new block
 
 
 class StepTimesSeen:
     """What an engine's replies showed: seconds of the last steps of each kind, and whether fill paid in the last replies."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, deque[float]] = {k: deque(maxlen=KEPT_TIMES) for k in ("fill", "autoregressive")}
+        self._seen: dict[Kind, deque[float]] = {k: deque(maxlen=KEPT_TIMES) for k in get_args(Kind)}
         self._paid: deque[bool] = deque(maxlen=KEPT_REPLIES)
         self._replies = 0
 
@@ -44,29 +46,43 @@ class StepTimesSeen:
         """For the next reply: whether fill paid lately. If it never did, it is tried all the same now and then, unless
         even a block filled in one step would not pay."""
         self._replies += 1
-        fill, autoregressive = self.median("fill"), self.median("autoregressive")
-        if fill and autoregressive and fill > block_size * autoregressive:
+        price = self.price if self.known else 0.0
+        if price > block_size:
             return False
-        known = len(self._paid) == KEPT_REPLIES
-        return not known or any(self._paid) or self._replies % TRY_EVERY == 0
+        settled = len(self._paid) == KEPT_REPLIES
+        return not settled or any(self._paid) or self._replies % max(TRY_EVERY, math.ceil(price)) == 0
 
     def note_reply(self, paid: bool) -> None:
         self._paid.append(paid)
 
-    def add(self, kind: str, seconds: float) -> None:
+    def add(self, kind: Kind, seconds: float) -> None:
         self._seen[kind].append(seconds)
 
-    def median(self, kind: str) -> float | None:
-        """None before any such step."""
-        return statistics.median(self._seen[kind]) if self._seen[kind] else None
+    @property
+    def known(self) -> bool:
+        """Whether there were steps of every kind."""
+        return all(self._seen.values())
+
+    def seconds(self, kind: Kind) -> float:
+        """The least of the last ones: what else the machine does lengthens long steps more often than short ones."""
+        return min(self._seen[kind])
+
+    @property
+    def price(self) -> float:
+        """A block's first step in autoregressive steps."""
+        return self.seconds("first") / self.seconds("autoregressive")
+
+    def fill(self, steps: int) -> float:
+        """Seconds of a block developed in `steps` steps, its commit included."""
+        return self.seconds("first") + (steps - 1) * self.seconds("preview")
 
 
-def fill_loses(fill: float, autoregressive: float, missing: int, filled: float, unsettled: int) -> bool:
+def fill_loses(preview: float, autoregressive: float, missing: int, filled: float, unsettled: int) -> bool:
     """Whether to leave a block: `missing` masks at `filled` a step against `unsettled` tokens one a step.
 
-    fill, autoregressive: seconds of a step.
+    preview, autoregressive: seconds of a step.
     """
-    return math.ceil(missing / max(filled, 1.0)) * fill > MARGIN * unsettled * autoregressive
+    return math.ceil(missing / max(filled, 1.0)) * preview > MARGIN * unsettled * autoregressive
 
 
 class AdaptiveDecoder:
@@ -99,14 +115,13 @@ class AdaptiveDecoder:
         self._progress = Progress(self._response, self.counts, np.random.default_rng(options.seed))
         self._stretch = 1
         self._left = 0  # autoregressive tokens until fill is tried
-        self._block_steps = self._fill_steps = self._fill_tokens = 0
-        self._timed = False
+        self._block_steps = self._fill_blocks = self._fill_steps = self._fill_tokens = 0
         self._began = 0.0
         self._inner: FillDecoder | AutoregressiveDecoder
         if times.begins_with_fill(options.block_size):
             self._inner = self._fill(prompt)
         else:
-            self._inner, self._left = self._autoregressive(prompt), options.block_size * PROBE_SHARE
+            self._inner, self._left = self._autoregressive(prompt), self._probe_after()
 
     # -- Decoder -------------------------------------------------------------------------------
 
@@ -131,61 +146,66 @@ class AdaptiveDecoder:
 
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         rows = self._inner.plan(slot, max_rows)
-        block = isinstance(self._inner, FillDecoder)
-        self._timed = rows.commit <= self._options.block_size if block else rows.commit == 1  # no chunk of a prompt
+        self._kind: Kind | None = "autoregressive" if rows.commit == 1 else None  # None: a chunk of a prompt, not timed
+        if isinstance(self._inner, FillDecoder):
+            self._kind = "preview" if rows.commit == 0 else "first" if rows.commit <= self._options.block_size else None
         self._began = self._clock()
         return rows
 
     def accept(self, candidates: Candidates) -> list[DecodeEvent]:
-        seconds, steps = self._clock() - self._began, self.counts.steps
-        inner = self._inner
-        kind = "fill" if isinstance(inner, FillDecoder) else "autoregressive"
+        seconds, steps, inner = self._clock() - self._began, self.counts.steps, self._inner
+        blocks = self.counts.blocks
         events = inner.accept(candidates)
         if self.counts.steps == steps:  # only committed a part of the prompt
             return events
-        if self._timed:
-            self._times.add(kind, seconds)
+        if self._kind:
+            self._times.add(self._kind, seconds)
         fresh = self._note(events)
-        if kind == "fill":
+        if isinstance(inner, FillDecoder):
+            self._fill_blocks += self.counts.blocks - blocks
             self._fill_steps, self._fill_tokens = self._fill_steps + 1, self._fill_tokens + fresh
         if inner.done:
             self._settle()
+        elif isinstance(inner, FillDecoder):
+            events += self._after_fill(inner)
         else:
-            if isinstance(inner, FillDecoder):
-                events += self._after_fill(inner)
-            else:
-                self._left -= 1
-                if self._left <= 0:
-                    self._inner = self._fill(inner.uncommitted)
-                    self.changes += 1
+            self._left -= 1
+            if self._left <= 0:
+                self._inner = self._fill(inner.uncommitted)
+                self.changes += 1
         return events
 
     # -- choosing --------------------------------------------------------------------------------
 
     def _after_fill(self, inner: FillDecoder) -> list[DecodeEvent]:
         """Goes on with the block, or leaves it to the autoregressive mode; returns what that gives out at once."""
-        size = self._options.block_size
-        fill, autoregressive = self._times.median("fill"), self._times.median("autoregressive")
+        size, times = self._options.block_size, self._times
         self._block_steps += 1
-        if fill is None or autoregressive is None:
-            return self._leave(inner, FIRST_LOOK)
-        spent = self._block_steps * fill
-        if inner.missing == size:  # the block is over: this is the next one
+        over = inner.missing == size  # this is the next block already
+        if not times.known:
+            return self._leave(inner, FIRST_LOOK) if over or self._block_steps > 1 else []
+        one = times.seconds("autoregressive")
+        spent = times.fill(self._block_steps)
+        if over:
             self._block_steps = 0
-            paid, rest = spent <= size * autoregressive, 0
+            paid, rest = spent <= size * one, 0
             if paid:
                 self._stretch = 1
         else:
             rest = inner.unsettled
             per_step = (size - inner.missing) / self._block_steps
-            if not fill_loses(fill, autoregressive, inner.missing, (per_step + inner.last_filled) / 2, rest):
+            expected = (per_step + inner.last_filled) / 2
+            if not fill_loses(times.seconds("preview"), one, inner.missing, expected, rest):
                 return []
-            paid = spent + rest * autoregressive <= size * autoregressive
+            paid = spent + rest * one <= size * one
         if paid:
             return self._leave(inner, rest) if rest else []
-        probe = PROBE_SHARE * fill / autoregressive  # tokens that make one more try a small part of the whole
-        tokens, self._stretch = int(self._stretch * max(probe, size)), 2 * self._stretch
+        tokens, self._stretch = self._stretch * self._probe_after(), 2 * self._stretch
         return self._leave(inner, tokens)
+
+    def _probe_after(self) -> int:
+        """Tokens that make one more try a small part of the whole."""
+        return max(self._options.block_size, int(PROBE_SHARE * self._times.price))
 
     def _leave(self, inner: FillDecoder, tokens: int) -> list[DecodeEvent]:
         """Autoregressive from here on, for `tokens` tokens."""
@@ -211,9 +231,10 @@ class AdaptiveDecoder:
 
     def _settle(self) -> None:
         """At the end: whether fill's steps cost less than its tokens would have cost the other mode."""
-        fill, autoregressive = self._times.median("fill"), self._times.median("autoregressive")
-        if self._fill_steps and fill and autoregressive:
-            self._times.note_reply(self._fill_steps * fill <= self._fill_tokens * autoregressive)
+        t = self._times
+        if self._fill_blocks and t.known:
+            spent = self._fill_blocks * t.fill(1) + (self._fill_steps - self._fill_blocks) * t.seconds("preview")
+            t.note_reply(spent <= self._fill_tokens * t.seconds("autoregressive"))
 
     def _note(self, events: Sequence[DecodeEvent]) -> int:
         """Adds given tokens to the reply; returns how many."""
