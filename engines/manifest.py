@@ -59,7 +59,8 @@ class Engine(_Part):
 
     `sequences`, `max_rows`: slots and rows per sequence of a step. `capacity`: tokens of a slot's KV cache, the rows of
     a step included. `logit_rows`, `candidates`, `adjusted`: most rows with candidates, candidates, and adjusted ids.
-    `layers` lists the network's layers. `fingerprint` stands for everything it was made from.
+    `resident_experts`: most routed experts on the card, None for as many as fit. `layers` lists the network's layers.
+    `fingerprint` stands for everything the engine was made from.
     """
 
     file: str
@@ -71,6 +72,7 @@ class Engine(_Part):
     logit_rows: int
     candidates: int
     adjusted: int
+    resident_experts: int | None = None
     fingerprint: str
 
 

@@ -232,6 +232,24 @@ def test_an_engine_graph_keeps_the_types_tensorrt_needs() -> None:
     assert widest <= 4096, "weights stand in files, not in the graph"
 
 
+@pytest.mark.parametrize(("limit", "dtype"), [(65504.0, "FLOAT16"), (10.0, "BFLOAT16")])
+def test_an_int4_head_is_float16_only_where_nothing_overflows(
+    limit: float, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clover.exporter.graph.tensorrt.layers.FLOAT16_MAX", limit)
+    built = bundle(tiny_checkpoint(2), precision="int4")
+    manifest = built.manifest
+    (tmp_path / "weights").symlink_to(built.directory / "weights")
+    index = read_weight_index(tmp_path, [n for n in manifest.files if n.endswith(".safetensors")])
+    model = build_device_graph(manifest.config, manifest.precision_plan, index, tmp_path, DeviceGraphOptions(CAPACITY))
+    (scales,) = (t for t in model.graph.initializer if t.name.startswith("lm_head.scales"))
+    assert scales.data_type == onnx.TensorProto.DataType.Value(dtype)
+    onnx.external_data_helper.load_external_data_for_tensor(scales, str(tmp_path))
+    stored = index["lm_head.scales"]
+    want = np.fromfile(built.directory / stored.file, np.float32, stored.nbytes // 4, offset=stored.offset)
+    np.testing.assert_array_equal(onnx.numpy_helper.to_array(scales).astype(np.float32).ravel(), want)
+
+
 def test_a_precision_gpus_do_not_have_is_refused() -> None:
     built = bundle(tiny_checkpoint(2), precision="fp32")
     manifest = built.manifest

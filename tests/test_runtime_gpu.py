@@ -165,7 +165,9 @@ def test_experts_lie_where_the_table_says_before_and_after_they_move(
     """On a card too small for all experts, the most used come onto it, and every address keeps its expert's bytes."""
     monkeypatch.setattr("clover.engines.tensorrt.open.RESERVE", 0)
     built = gpu_bundle("5070ti", precision, **({} if precision == "int4" else {"sequences": 3, "with_logits": True}))
-    machine = Machine(built, resident_experts=16, state_dtype=ml_dtypes.bfloat16)
+    (entry,) = built.manifest.engines
+    limited = built.manifest.model_copy(update={"engines": (entry.model_copy(update={"resident_experts": 16}),)})
+    machine = Machine(Bundle(built.directory, limited), state_dtype=ml_dtypes.bfloat16)
     session, store = machine.session, machine.session._experts
     assert store.host_experts == 64 - 16
     card = (store._card.address, store._card.address + store._card.nbytes)

@@ -86,7 +86,8 @@ def open_gpu_session(
     resident_experts: int | None = None,
     stand_ins: Mapping[str, Any] | None = None,
 ) -> StepSession:
-    """A session on this machine's card. `resident_experts`: at most so many on the card; default: as many as fit.
+    """A session on this machine's card. `resident_experts`: at most so many on the card; default: as many as fit,
+    or as the bundle was built for.
 
     Raises BundleError when this machine can't run the bundle, RequestError for more sequences than it was built for.
     `stand_ins` replaces the machine in tests: `trt` and `driver` modules, and `cards`.
@@ -123,8 +124,9 @@ def open_gpu_session(
 
         def experts() -> ExpertStore:
             room = (device.free_memory - RESERVE) // weights.layout.nbytes
-            wanted = weights.layers * weights.experts if resident_experts is None else resident_experts
-            return ExpertStore(device, weights, max(0, min(wanted, room)))
+            every = weights.layers * weights.experts
+            limits = (every, room, resident_experts, built.resident_experts)
+            return ExpertStore(device, weights, max(0, min(n for n in limits if n is not None)))
 
         return GpuSession(
             device, engine, experts, config, built,

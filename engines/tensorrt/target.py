@@ -159,7 +159,8 @@ def build_gpu_parts(
         engine=Engine(
             file=names[0], layers=names[1], sequences=shapes.sequences, max_rows=shapes.max_rows,
             prefill_chunk=shapes.prefill_chunk, capacity=shapes.capacity, logit_rows=shapes.logit_rows,
-            candidates=min(CANDIDATES, config.vocab_size), adjusted=shapes.adjusted, fingerprint=mark,
+            candidates=min(CANDIDATES, config.vocab_size), adjusted=shapes.adjusted,
+            resident_experts=build.resident_experts, fingerprint=mark,
         ),
         kernels={n: Kernels(sha256=o.digest, nodes=o.count, names=o.names) for n, o in operators.items()},
         files={name: file_entry(work / name) for name in names},

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import onnx
-from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from clover.exporter.graph.builder import IR_VERSION, OPSET, GraphBuilder
@@ -49,19 +50,20 @@ class ConvertedWeights:
             self._places[name] = (offset, source.nbytes)
         return self._places[name]
 
-    def bfloat16(self, name: str, source: StoredTensor) -> tuple[int, int]:
-        """(offset, bytes) of a store's float32 tensor in bfloat16. The store's scales lose nothing by it."""
+    def narrow(self, name: str, source: StoredTensor, dtype: npt.DTypeLike) -> tuple[int, int]:
+        """(offset, bytes) of a store's float32 tensor in a 16-bit type."""
         if name not in self._places:
-            import ml_dtypes
-
-            values = np.memmap(self.store / source.file, np.uint8, "r", source.offset, (source.nbytes,)).view(
-                np.float32
-            )
+            values = self.floats(source)
             offset = self._begin()
             for start in range(0, len(values), _CHUNK):
-                self._file.write(values[start : start + _CHUNK].astype(ml_dtypes.bfloat16).tobytes())
+                self._file.write(values[start : start + _CHUNK].astype(dtype).tobytes())
             self._places[name] = (offset, source.nbytes // 2)
         return self._places[name]
+
+    def floats(self, source: StoredTensor) -> npt.NDArray[np.float32]:
+        """A store's float32 tensor, flat and mapped."""
+        data = np.memmap(self.store / source.file, np.uint8, "r", source.offset, (source.nbytes,))
+        return data.view(np.float32)
 
     def _begin(self) -> int:
         at = self._file.tell()
@@ -97,7 +99,7 @@ class TypedBuilder(GraphBuilder):
     def silu(self, x: str) -> str:
         return self.op("Mul", x, self.op("Sigmoid", x))
 
-    def constant(self, array: NDArray[Any]) -> str:
+    def constant(self, array: npt.NDArray[Any]) -> str:
         """As GraphBuilder.constant, and a scalar stays one: TensorRT's Range takes nothing else."""
         name = super().constant(array)
         del self._initializers[name].dims[:]
@@ -113,16 +115,25 @@ class TypedBuilder(GraphBuilder):
             return self.to_float(weight) if self.weights[name].dtype == "BF16" else weight
         if self.weights[name].dtype == "BF16":
             return self.weight(name)
-        offset, nbytes = self._converted.bfloat16(name, self.weights[name])
-        return self._external(f"{name}:bf16", TensorProto.BFLOAT16, self.weights[name].shape, offset, nbytes)
+        return self._narrow(name, TensorProto.BFLOAT16, ml_dtypes.bfloat16)
 
-    def int4_weight(self, name: str, group_size: int) -> str:
-        """A dequantised INT4 matrix [rows, columns] of the store, in the activation type."""
+    def int4_weight(self, name: str, group_size: int, *, half: bool = False) -> str:
+        """A dequantised INT4 matrix [rows, columns] of the store, in the activation type, or in float16 with `half`."""
         stored = self.weights[f"{name}.qweight"]
         rows = stored.shape[0]
         offset, nbytes = self._converted.int4(f"{name}.qweight", stored)
         values = self._external(f"{name}.int4", TensorProto.INT4, (rows, 2 * stored.nbytes // rows), offset, nbytes)
-        return self.op("DequantizeLinear", values, self.low_weight(f"{name}.scales"), axis=1, block_size=group_size)
+        kept = f"{name}.scales"
+        scales = self._narrow(kept, TensorProto.FLOAT16, np.float16) if half else self.low_weight(kept)
+        return self.op("DequantizeLinear", values, scales, axis=1, block_size=group_size)
+
+    def floats(self, name: str) -> npt.NDArray[np.float32]:
+        """The values of a float32 tensor of the store, flat."""
+        return self._converted.floats(self.weights[name])
+
+    def _narrow(self, name: str, dtype: int, numpy_dtype: npt.DTypeLike) -> str:
+        offset, nbytes = self._converted.narrow(name, self.weights[name], numpy_dtype)
+        return self._external(f"{name}:16", dtype, self.weights[name].shape, offset, nbytes)
 
     def _external(self, key: str, dtype: int, dims: Sequence[int], offset: int, nbytes: int) -> str:
         if key not in self._initializers:

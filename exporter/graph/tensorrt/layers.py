@@ -20,8 +20,10 @@ from clover.plugins.bidirectional_gdn.spec import SPEC as GDN
 from clover.plugins.bidirectional_gdn.spec import GatedDeltaNetAttributes
 from clover.plugins.moe_coreset_routing.spec import SPEC as ROUTING
 from clover.plugins.moe_coreset_routing.spec import CoresetAttributes
+from clover.plugins.moe_experts.spec import INT4_ZERO_POINT, ExpertsAttributes
 from clover.plugins.moe_experts.spec import SPEC as EXPERTS
-from clover.plugins.moe_experts.spec import ExpertsAttributes
+
+FLOAT16_MAX = 65504.0
 
 Rope = tuple[str, str]  # cos and sin tables [capacity, rotary_dim / 2] float32
 
@@ -50,6 +52,27 @@ class DeviceLayers:
         """RMSNorm of float32 x over its last axis, times the stored factor."""
         b = self.b
         return b.op("RMSNormalization", x, b.weight(f"{name}.weight"), epsilon=self.config.rms_norm_eps, axis=-1)
+
+    def logits(self, x: str) -> str:
+        """Final hidden states [N, H] float32 -> logits [N, V] float32.
+
+        An INT4 head multiplies in float16 where nothing can overflow: logits near 20 are 1/8 apart in bfloat16, which
+        ties tokens and moves confidences; float16 keeps three bits more at the same speed.
+        """
+        b = self.b
+        if self.precision["lm_head"] == "int4" and b.low == TensorProto.BFLOAT16 and self._head_fits_float16():
+            matrix = b.int4_weight("lm_head", self.precision.group_size, half=True)
+            return b.to_float(b.op("Gemm", b.op("Cast", x, to=TensorProto.FLOAT16), matrix, transB=1))
+        return b.from_low(self.linear(b.to_low(x), "lm_head", "lm_head"))
+
+    def _head_fits_float16(self) -> bool:
+        """Whether the head's scales are exact in float16, and no state or logit can leave its range."""
+        scales, width = self.b.floats("lm_head.scales"), self.config.hidden_size
+        # a normalised row has length √H, times the norm's largest factor; a weight is at most 8 scales
+        longest = width**0.5 * float(np.abs(self.b.floats("final_norm.weight")).max())
+        largest_logit = longest * width**0.5 * INT4_ZERO_POINT * float(np.abs(scales).max())
+        exact = bool((scales.astype(np.float16).astype(np.float32) == scales).all())
+        return exact and max(longest, largest_logit) < FLOAT16_MAX
 
     def embed(self) -> str:
         """[N, H] float32. A row is taken out of the table before it is dequantised further: the table stays packed."""

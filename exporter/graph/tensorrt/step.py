@@ -106,7 +106,7 @@ def _author_head(
     first = b.op("Mul", b.op("Range", b.int_scalar(0), b.op("Squeeze", rows.sequences), b.int_scalar(1)), rows.length)
     picked = b.reshape(b.op("Add", logit_rows, b.unsqueeze(first, 1)), -1)  # [S*R]
     state = layers.norm(b.op("Gather", hidden, picked, axis=0), "final_norm")
-    pure = b.from_low(layers.linear(b.to_low(state), "lm_head", "lm_head"))
+    pure = layers.logits(state)
     per_row = b.op("Shape", logit_rows)  # [S, R]
     shape = b.op("Concat", per_row, b.ints(c.vocab_size), axis=0)
     if options.with_logits:
