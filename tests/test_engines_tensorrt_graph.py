@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -248,6 +249,19 @@ def test_an_int4_head_is_float16_only_where_nothing_overflows(
     stored = index["lm_head.scales"]
     want = np.fromfile(built.directory / stored.file, np.float32, stored.nbytes // 4, offset=stored.offset)
     np.testing.assert_array_equal(onnx.numpy_helper.to_array(scales).astype(np.float32).ravel(), want)
+
+
+def test_a_negative_scale_is_refused_by_name(tmp_path: Path) -> None:
+    built = bundle(tiny_checkpoint(2), precision="int4")
+    manifest = built.manifest
+    shutil.copytree(built.directory / "weights", tmp_path / "weights")
+    index = read_weight_index(tmp_path, [n for n in manifest.files if n.endswith(".safetensors")])
+    stored = index["layers.1.gdn.out_proj.scales"]
+    with (tmp_path / stored.file).open("r+b") as file:
+        file.seek(stored.offset)
+        file.write(np.float32(-0.5).tobytes())
+    with pytest.raises(CloverError, match=r"layers\.1\.gdn\.out_proj has negative scales"):
+        build_device_graph(manifest.config, manifest.precision_plan, index, tmp_path, DeviceGraphOptions(64))
 
 
 def test_a_precision_gpus_do_not_have_is_refused() -> None:

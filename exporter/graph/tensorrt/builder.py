@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from clover.exporter.graph.builder import IR_VERSION, OPSET, GraphBuilder
 from clover.exporter.weight_index import StoredTensor
 from clover.plugins.op_spec import DOMAIN, OpSpec
+from clover.runtime.errors import CloverError
 
 ActivationType = Literal["bfloat16", "float32"]
 _CHUNK = 8 * 2**20  # bytes converted at a time
@@ -51,7 +52,11 @@ class ConvertedWeights:
         return self._places[name]
 
     def narrow(self, name: str, source: StoredTensor, dtype: npt.DTypeLike) -> tuple[int, int]:
-        """(offset, bytes) of a store's float32 tensor in a 16-bit type."""
+        """(offset, bytes) of a store's float32 tensor in a 16-bit type.
+
+        Scales of our own quantisation are exact in bfloat16; those of a checkpoint quantised before lose half of its
+        last bit, far below the error of INT4 itself.
+        """
         if name not in self._places:
             values = self.floats(source)
             offset = self._begin()
@@ -118,7 +123,15 @@ class TypedBuilder(GraphBuilder):
         return self._narrow(name, TensorProto.BFLOAT16, ml_dtypes.bfloat16)
 
     def int4_weight(self, name: str, group_size: int, *, half: bool = False) -> str:
-        """A dequantised INT4 matrix [rows, columns] of the store, in the activation type, or in float16 with `half`."""
+        """A dequantised INT4 matrix [rows, columns] of the store, in the activation type, or in float16 with `half`.
+
+        Raises CloverError for a scale below zero, which TensorRT does not take.
+        """
+        if self.low != TensorProto.FLOAT and float(self.floats(f"{name}.scales").min()) < 0:
+            raise CloverError(
+                f"{name} has negative scales in this checkpoint, which TensorRT does not take; use the BF16 checkpoint, or "
+                "--gpu cpu."
+            )
         stored = self.weights[f"{name}.qweight"]
         rows = stored.shape[0]
         offset, nbytes = self._converted.int4(f"{name}.qweight", stored)
