@@ -70,8 +70,10 @@ class PackedRows:
     scales: Floats
     zeros: Bytes | None = None  # None: 8 everywhere
 
-    def __len__(self) -> int:
-        return len(self.values)
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return 2 * self.values.size
 
     def map(self, move: Callable[[Array], Array]) -> PackedRows:
         """The same move of rows done to all three."""

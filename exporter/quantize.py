@@ -23,7 +23,7 @@ from clover.runtime.errors import CloverError
 GROUP_SIZES = (128, 64, 32)
 LARGEST_WEIGHT = 1e30  # beyond it a group's squared error overflows float32
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # subnormal scales have no finite inverse, and GPUs flush them
-CHUNK = 2**16  # weights worked on at a time: a few float32 arrays of this size fit a core's L2 cache
+CHUNK = 2**18  # weights at a time: larger leaves the cache, smaller costs more calls than sums
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -118,20 +118,22 @@ def _quantize(
     values = np.empty((len(groups), packed_size), np.uint8)
     scales = np.empty(len(groups), np.float32)
     rows = CHUNK // group_size
-    scratch = np.empty((3, min(rows, len(groups)), group_size), np.float32)  # fresh pages would cost more than the sums
+    w, q = np.empty((2, min(rows, len(groups)), group_size), np.float32)  # fresh pages would cost more than the sums
     for start in range(0, len(groups), rows):
-        part = slice(start, min(start + rows, len(groups)))
-        w, q, u = scratch[:, : part.stop - start]
-        w[...] = groups[part]
-        scales[part] = _quantize_groups(w, q, u, form, name, search, signed)
-        stored = q.astype(np.uint8)
-        values[part] = pack_int4(stored) if form.per_byte == 2 else stored
+        part = groups[start : start + rows]
+        n = len(part)
+        scales[start : start + n] = _quantize_groups(part, w[:n], q[:n], form, name, search, signed)
+        stored = q[:n].astype(np.uint8)
+        values[start : start + n] = pack_int4(stored) if form.per_byte == 2 else stored
     *leading, columns = weight.shape
     return values.reshape(*leading, columns // form.per_byte), scales.reshape(*leading, -1)
 
 
-def _quantize_groups(w: Floats, q: Floats, u: Floats, form: _Format, name: str, search: bool, signed: bool) -> Floats:
-    """Writes the unsigned values of w [groups, group_size] to q, returns the scales [groups]. u is scratch; w may be changed."""
+def _quantize_groups(
+    source: Values, w: Floats, q: Floats, form: _Format, name: str, search: bool, signed: bool
+) -> Floats:
+    """Writes the unsigned values of `source` [groups, group_size] to q, returns the scales [groups]. w is scratch."""
+    w[...] = source
     largest = _row_max(np.abs(w, out=q))
     if not (largest.size == 0 or largest.max() <= LARGEST_WEIGHT):  # NaN compares false
         raise CloverError(f"{name} holds NaN, infinite or absurdly large values and can't be quantised.")
@@ -141,42 +143,49 @@ def _quantize_groups(w: Floats, q: Floats, u: Floats, form: _Format, name: str, 
         w *= sign[:, None]
     scale = _scale(largest / np.float32(form.high), largest)
     if search:
-        scale = _best_scale(w, q, u, largest, scale, form)
+        best, close = _best_scale(w, q, largest, scale, form)
+        w[...] = source  # cheaper than a third array beside them in the cache
+        if signed:
+            w *= sign[:, None]
+        if close.size:
+            few, a, b = w[close], best[close], scale[close]
+            best[close] = np.where(_error(few, q[: close.size], a, form) < _error(few, q[: close.size], b, form), a, b)
+        scale = best
     _round(w, q, scale, form)
     q += np.float32(form.zero_point)
-    return scale * sign
+    return scale * sign if signed else scale
 
 
-def _best_scale(w: Floats, q: Floats, u: Floats, largest: Floats, plain: Floats, form: _Format) -> Floats:
-    """The scale [groups] of least squared error, `plain` (abs-max / high) where none is better. q and u are scratch.
+def _best_scale(
+    w: Floats, q: Floats, largest: Floats, plain: Floats, form: _Format
+) -> tuple[Floats, npt.NDArray[np.intp]]:
+    """(the scale [groups] of least squared error, the groups where `plain`, abs-max / high, may be as good).
 
     For fixed integers q the best scale is s = Σwq / Σq², and Σ(w - s q)² = Σw² - (2 s Σwq - s² Σq²): the bracket, the
     gain, is what is maximised. Rounding to the nearest integers under the new s can only lower the error further.
+    w and q are scratch afterwards.
     """
     wq, qq = np.empty((2, len(form.levels), len(w)), np.float32)
     _round(w, q, plain, form)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
         plain_gain = plain * (2 * np.vecdot(w, q) - plain * np.vecdot(q, q))
         # in units of each group's largest weight, where that has an inverse, a level is the same number for all
-        np.multiply(w, np.where(largest > SMALLEST_SCALE * form.levels[-1], 1 / largest, 0)[:, None], out=u)
+        w *= np.where(largest > SMALLEST_SCALE * form.levels[-1], 1 / largest, 0)[:, None]
         for i, level in enumerate(form.levels):
-            np.multiply(u, np.float32(level), out=q)
+            np.multiply(w, np.float32(level), out=q)
             np.rint(q, out=q)
             if level >= form.high + 0.5:
                 np.clip(q, form.low, form.high, out=q)
-            np.vecdot(u, q, out=wq[i])
+            np.vecdot(w, q, out=wq[i])
             np.vecdot(q, q, out=qq[i])
         wq *= largest
         scales = _scale(wq / qq, qq)
         gains = scales * (2 * wq - scales * qq)
-    choice, columns = np.where(np.isnan(gains), -np.inf, gains).argmax(0), np.arange(len(w))
-    best, gain = scales[choice, columns], gains[choice, columns]
-    # where the gain is not clearly above that of the plain scale, the errors themselves decide
-    close = np.flatnonzero(~(gain > plain_gain * (1 + form.close)))
-    if close.size:
-        few, scratch, a, b = w[close], q[: close.size], best[close], plain[close]
-        best[close] = np.where(_error(few, scratch, a, form) < _error(few, scratch, b, form), a, b)
-    return np.asarray(best)
+        gains[np.isnan(gains)] = -np.inf
+        choice, columns = gains.argmax(0), np.arange(len(w))
+        # not clearly above the plain scale's: the errors themselves decide
+        close = np.flatnonzero(~(gains[choice, columns] > plain_gain * (1 + form.close)))
+    return scales[choice, columns], close
 
 
 def _scale(ideal: Floats, nonzero: Floats) -> Floats:

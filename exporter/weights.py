@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from clover.exporter.quantize import quantize_int4, quantize_int8
 from clover.exporter.store_plan import StoreItem
 from clover.exporter.store_writer import StoreEntry, StoreWriter
 
+Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Progress = Callable[[str, int], None]
 WORKERS = os.cpu_count() or 1
@@ -73,8 +75,8 @@ def _write_file(checkpoint: Checkpoint, items: list[StoreItem], writer: StoreWri
                     settle(0)
                     progress(item.name, int(np.prod(item.shape)))
                     continue
-                for first_row, read in _pieces(checkpoint, item):
-                    waiting.append((item.name, pool.submit(_write_block, item, writer, first_row, read)))
+                for piece in _pieces(checkpoint, item):
+                    waiting.append((item.name, pool.submit(_write_piece, item, writer, piece)))
                     settle(2 * WORKERS)
             settle(0)
         except BaseException:
@@ -82,93 +84,99 @@ def _write_file(checkpoint: Checkpoint, items: list[StoreItem], writer: StoreWri
             raise
 
 
-def _write_block(item: StoreItem, writer: StoreWriter, first_row: int, read: Callable[[], Rows]) -> int:
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of an item: `read` gets them from the checkpoint, `move` puts them into the store's order."""
+
+    first_row: int
+    read: Callable[[], Rows]
+    move: Callable[[Array], Array] = np.asarray
+
+
+def _write_piece(item: StoreItem, writer: StoreWriter, piece: _Piece) -> int:
     """Reads, quantises and writes some rows; all three let other threads run. Returns the number of weights."""
-    start, rows = first_row * item.shape[-1], read()
+    start, rows, move = piece.first_row * item.shape[-1], piece.read(), piece.move
     if item.precision == "fp32":
-        writer.write_part(f"{item.name}.weight", start, to_float(rows))
+        writer.write_part(f"{item.name}.weight", start, move(to_float(rows)))
     elif item.precision == "bf16":
-        writer.write_part(f"{item.name}.weight", start, to_float(rows).astype(ml_dtypes.bfloat16))
+        writer.write_part(f"{item.name}.weight", start, move(to_float(rows)).astype(ml_dtypes.bfloat16))
     elif item.precision == "int8":
-        packed, scales = quantize_int8(to_float(rows), item.group_size, name=item.name)
-        writer.write_part(f"{item.name}.qweight", start, packed)
-        writer.write_part(f"{item.name}.scales", start // item.group_size, scales)
+        values, scales = quantize_int8(to_float(rows), item.group_size, name=item.name)
+        writer.write_part(f"{item.name}.qweight", start, move(values))
+        writer.write_part(f"{item.name}.scales", start // item.group_size, move(scales))
     else:
         if not isinstance(rows, PackedRows):
             rows = PackedRows(*quantize_int4(rows, item.group_size, name=item.name))
-        rows = rows.regroup(item.group_size)
+        rows = rows.map(move).regroup(item.group_size)  # INT4 is less to move than what it is made from
         writer.write_part(f"{item.name}.qweight", start // 2, rows.values)
         writer.write_part(f"{item.name}.scales", start // item.group_size, rows.scales)
         if item.zero_points:
             zeros = rows.packed_zeros()
-            writer.write_part(f"{item.name}.zero_points", first_row * zeros.shape[1], zeros)
-    return len(rows) * item.shape[-1]
+            writer.write_part(f"{item.name}.zero_points", piece.first_row * zeros.shape[1], zeros)
+    return rows.size
 
 
 def row_blocks(checkpoint: Checkpoint, item: StoreItem) -> Iterator[tuple[int, Floats]]:
     """The item's float32 rows in order, in pieces small enough to forget: (first row, [rows, columns])."""
-    for first, read in _pieces(checkpoint, item):
-        yield first, to_float(read())
+    for piece in _pieces(checkpoint, item):
+        yield piece.first_row, piece.move(to_float(piece.read()))
 
 
-def _pieces(checkpoint: Checkpoint, item: StoreItem) -> Iterator[tuple[int, Callable[[], Rows]]]:
-    """(first row, what reads the rows from there) for pieces small enough to forget, in order; nothing is read here."""
-    c = checkpoint.config
+def _pieces(checkpoint: Checkpoint, item: StoreItem) -> Iterator[_Piece]:
+    """The item in order, in pieces small enough to forget; nothing is read here."""
+    c, sources = checkpoint.config, item.sources
+    read = partial(checkpoint.read, sources[0])
     match item.transform:
         case "copy" | "rows":
             first = 0
-            for source in item.sources:
+            for source in sources:
                 shape = checkpoint.shape(source)
                 if len(shape) == 1:
-                    yield 0, lambda source=source: checkpoint.read(source)[None]  # type: ignore[misc]
+                    yield _Piece(0, read, lambda x: x[None])
                     continue
                 at_once = max(1, WEIGHTS_AT_ONCE // shape[1])
                 for start in range(0, shape[0], at_once):
-                    yield first + start, partial(checkpoint.rows, source, start, min(start + at_once, shape[0]))
+                    stop = min(start + at_once, shape[0])
+                    yield _Piece(first + start, partial(checkpoint.rows, source, start, stop))
                 first += shape[0]
         case "attention_qkv":
-            q, k, v = item.sources
-            heads, half = (c.num_attention_heads, 2), checkpoint.shape(q)[0] // 2
-
-            def of_heads(which: int) -> Rows:
-                """All heads' query rows (0) or output gate rows (1)."""
-
-                def pick(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-                    return x.reshape(*heads, c.head_dim, -1)[:, which].reshape(half, -1)
-
-                return move_rows(checkpoint.rows(q, 0, 2 * half), pick)
-
-            yield 0, partial(of_heads, 0)
-            yield half, partial(of_heads, 1)
+            q, k, v = sources
+            half = checkpoint.shape(q)[0] // 2
+            for which in (0, 1):  # all heads' query rows, all heads' output gate rows
+                yield _Piece(which * half, partial(_rows_of_heads, checkpoint, q, which))
             first = 2 * half
             for source in (k, v):
                 rows = checkpoint.shape(source)[0]
-                yield first, partial(checkpoint.rows, source, 0, rows)
+                yield _Piece(first, partial(checkpoint.rows, source, 0, rows))
                 first += rows
         case "one_plus":
-            yield 0, lambda: (1.0 + checkpoint.read(item.sources[0]))[None]
+            yield _Piece(0, read, lambda x: (1.0 + x)[None])
         case "decay_rate":
-            yield 0, lambda: -np.exp(checkpoint.read(item.sources[0]))[None]
+            yield _Piece(0, read, lambda x: -np.exp(x)[None])
         case "flat_conv":
-            yield 0, lambda: checkpoint.read(item.sources[0]).reshape(item.shape)
+            yield _Piece(0, read, lambda x: x.reshape(item.shape))
         case "expert_gate_up" | "expert_down":
-            layer, rows = item.layer, item.shape[1]
-            assert layer is not None
+            assert item.layer is not None
             for expert in range(c.num_experts):
+                first = expert * item.shape[1]
                 if item.transform == "expert_down":
-                    yield expert * rows, partial(checkpoint.expert_down, layer, expert)
+                    yield _Piece(first, partial(checkpoint.expert_down, item.layer, expert))
                 else:
-                    yield (
-                        expert * rows,
-                        lambda e=expert: move_rows(checkpoint.expert_gate_up(layer, e), interleave),  # type: ignore[misc]
-                    )
+                    yield _Piece(first, partial(checkpoint.expert_gate_up, item.layer, expert), interleave)
 
 
-def move_rows(rows: Rows, move: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Rows:
-    """The rows in another order, however they are stored."""
-    return rows.map(move) if isinstance(rows, PackedRows) else np.ascontiguousarray(move(rows))
+def _rows_of_heads(checkpoint: Checkpoint, name: str, which: int) -> Rows:
+    """Of rows [heads, 2, width] every head's first or second half."""
+    heads, rows = checkpoint.config.num_attention_heads, checkpoint.shape(name)[0]
+
+    def pick(x: Array) -> Array:
+        return np.ascontiguousarray(x.reshape(heads, 2, rows // (2 * heads), -1)[:, which]).reshape(rows // 2, -1)
+
+    both = checkpoint.rows(name, 0, rows)
+    return both.map(pick) if isinstance(both, PackedRows) else pick(both)
 
 
-def interleave(gate_up: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[2I, ...] with the gate's rows first -> rows gate0, up0, gate1, up1, …, as the fused SwiGLU reads them."""
-    return gate_up.reshape(2, len(gate_up) // 2, -1).swapaxes(0, 1).reshape(gate_up.shape)
+def interleave(gate_up: Array) -> Array:
+    """[2I, K] with the gate's rows first -> rows gate0, up0, gate1, up1, …, as the fused SwiGLU reads them."""
+    halves = gate_up.reshape(2, len(gate_up) // 2, -1).swapaxes(0, 1)
+    return np.ascontiguousarray(halves).reshape(gate_up.shape)
