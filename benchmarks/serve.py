@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from clover import Clover
 
@@ -37,8 +38,8 @@ NEVER_ENDS = {0: -100.0, 2: -100.0}
 
 
 @contextmanager
-def serving(bundle: Path, threads: int, *flags: str) -> Iterator[httpx.Client]:
-    """A client of a server in a process of its own."""
+def serving(bundle: Path, threads: int, *flags: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
+    """A client of a server in a process of its own, and that process."""
     command = [sys.executable, "-m", "clover.cli", "serve", str(bundle), "--port", "0", "--threads", str(threads)]
     process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -56,7 +57,7 @@ def serving(bundle: Path, threads: int, *flags: str) -> Iterator[httpx.Client]:
             except httpx.HTTPError:
                 time.sleep(0.02)
         try:
-            yield client
+            yield client, psutil.Process(process.pid)
         finally:
             process.terminate()
             process.wait(30)
@@ -88,17 +89,29 @@ def median(values: list[float]) -> float:
 def overhead(bundle: Path, threads: int, repeats: int) -> dict[str, float]:
     """One client over HTTP against the library, alternating, so that both see the same machine."""
     messages = [{"role": "user", "content": QUESTION}]
-    times: dict[str, list[float]] = {"library": [], "server": [], "library_first": [], "server_first": []}
-    with Clover.load(bundle, threads=threads) as engine, serving(bundle, threads, "--cache-mb", "0") as client:
+    times: dict[str, list[float]] = {
+        name + what: [] for name in ("library", "server") for what in ("", "_first", "_cpu")
+    }
+    with (
+        Clover.load(bundle, threads=threads) as engine,
+        serving(bundle, threads, "--cache-mb", "0") as (client, process),
+    ):
         for turn in range(repeats + 2):
+            cpu = time.process_time()
             bare = engine.chat(messages, max_new_tokens=128).statistics
+            own_cpu = time.process_time() - cpu
+            cpu = sum(process.cpu_times()[:2])
             over = ask(client, messages, max_tokens=128)
+            server_cpu = sum(process.cpu_times()[:2]) - cpu
             if turn >= 2:  # the first ones warm up
+                times["library_cpu"].append(own_cpu)
+                times["server_cpu"].append(server_cpu)
                 times["library"].append(bare.total_time)
                 times["library_first"].append(bare.time_to_first_token or 0.0)
                 times["server"].append(over["total"])
                 times["server_first"].append(over["first"])
-    result = {name: median(values) for name, values in times.items()}
+    # the system counts CPU time in ticks of 10 ms, so only its mean means something
+    result = {name: (statistics.mean if "cpu" in name else median)(values) for name, values in times.items()}
     result["ratio"] = result["server"] / result["library"]
     result["added_ms"] = 1000 * (result["server"] - result["library"])
     return result
@@ -108,7 +121,7 @@ def throughput(bundle: Path, threads: int, tokens: int) -> list[dict[str, float]
     """Tokens a second with more and more clients at once, and the longest wait for a first token."""
     rows = []
     bias = {str(token): value for token, value in NEVER_ENDS.items()}
-    with serving(bundle, threads, "--cache-mb", "0", "--slots", "16") as client:
+    with serving(bundle, threads, "--cache-mb", "0", "--slots", "16") as (client, _):
         for clients in (1, 2, 4, 8, 16):
 
             def one(number: int) -> dict[str, Any]:
@@ -133,7 +146,7 @@ def agent_trace(bundle: Path, threads: int, turns: int, repeats: int) -> list[di
     system = "You dispatch drones. " + " ".join(f"Rule {i}: UAV{i} keeps clear of site {i}." for i in range(80))
     rows: list[dict[str, float]] = []
     bias = {str(token): value for token, value in NEVER_ENDS.items()}
-    with serving(bundle, threads, "--cache-mb", "256") as client:
+    with serving(bundle, threads, "--cache-mb", "256") as (client, _):
         for run in range(repeats):
             messages = [{"role": "system", "content": f"{system} Run {run}."}]
             for turn in range(turns):
@@ -171,6 +184,7 @@ def main() -> None:
     print(
         f"library {1000 * cost['library']:.1f} ms, server {1000 * cost['server']:.1f} ms a reply: x{cost['ratio']:.3f}"
     )
+    print(f"CPU time: {1000 * cost['library_cpu']:.1f} ms, {1000 * cost['server_cpu']:.1f} ms")
     print(f"first token: {1000 * cost['library_first']:.1f} ms, {1000 * cost['server_first']:.1f} ms\n")
     load = throughput(given.bundle, given.threads, given.tokens)
     print("clients  tokens/s  against one  median first token")
