@@ -128,6 +128,7 @@ def _creator_class(trt: Any, op: PluginOp, host: PluginHost) -> Any:
             trt.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_version, self.plugin_namespace = op.name, VERSION, NAMESPACE
             self.field_names = trt.PluginFieldCollection(declared)
+            self._arrays = empty  # a PluginField points into its array and does not keep it
 
         def create_plugin(self, name: str, given: Any, phase: Any) -> Any:
             try:
@@ -158,6 +159,8 @@ def _plugin_class(trt: Any, op: PluginOp, host: PluginHost) -> Any:
             self.attributes = attributes
             self._shapes: Shapes | None = None
             self._prepared: Any = None
+            self._arrays: list[Any] = []
+            self._fields: Any = None
 
         # -- core ----------------------------------------------------------------------------
 
@@ -204,17 +207,17 @@ def _plugin_class(trt: Any, op: PluginOp, host: PluginHost) -> Any:
         # -- run -----------------------------------------------------------------------------
 
         def get_fields_to_serialize(self) -> Any:
-            data = []
+            # A PluginField points into its array and does not keep it: arrays and fields live as long as the plugin.
+            whole, number = (np.int32, trt.PluginFieldType.INT32), (np.float32, trt.PluginFieldType.FLOAT32)
+            self._arrays, written = [], []
             for f in fields(op.spec.attributes):
-                value = getattr(self.attributes, f.name)
-                if f.type == "int":
-                    item = trt.PluginField(f.name, np.array([value], np.int32), trt.PluginFieldType.INT32)
-                else:
-                    item = trt.PluginField(f.name, np.array([value], np.float32), trt.PluginFieldType.FLOAT32)
-                data.append(item)
-            digest = np.frombuffer(host.digests[op.name].encode(), np.int8)
-            data.append(trt.PluginField(KERNELS_FIELD, digest, trt.PluginFieldType.CHAR))
-            return trt.PluginFieldCollection(data)
+                dtype, kind = whole if f.type == "int" else number
+                self._arrays.append(np.array([getattr(self.attributes, f.name)], dtype))
+                written.append(trt.PluginField(f.name, self._arrays[-1], kind))
+            self._arrays.append(np.frombuffer(host.digests[op.name].encode(), np.int8))
+            written.append(trt.PluginField(KERNELS_FIELD, self._arrays[-1], trt.PluginFieldType.CHAR))
+            self._fields = trt.PluginFieldCollection(written)
+            return self._fields
 
         def attach_to_context(self, context: Any) -> Any:
             return self.clone()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -12,13 +14,15 @@ from engine_support import NANO
 from clover.engines.build import BuildRequest, build_target
 from clover.engines.bundle import Bundle
 
-KERNELS = Path(tempfile.mkdtemp(prefix="clover-kernels-"))  # compiled once for all bundles of a test run
+ROOT = Path(tempfile.mkdtemp(prefix="clover-gpu-"))
+atexit.register(shutil.rmtree, ROOT, ignore_errors=True)
+KERNELS = ROOT / "kernels"  # compiled once for all bundles of a test run
 
 
 @lru_cache(maxsize=16)
 def gpu_bundle(gpu: str, precision: str, checkpoint: Path = NANO, **options: Any) -> Bundle:
     """A bundle of the nano model, with TensorRT-RTX and Triton really at work."""
-    directory = Path(tempfile.mkdtemp(prefix="clover-gpu-"))
+    directory = Path(tempfile.mkdtemp(dir=ROOT))
     request = BuildRequest(
         checkpoint, directory / "bundle", target=gpu, precision=precision,  # type: ignore[arg-type]
         **{"max_context": 256, "block_sizes": (16, 32), "kernel_cache": KERNELS, **options},

@@ -97,6 +97,15 @@ def test_int4_weights_stay_packed_in_the_engine(int4: Bundle) -> None:
     assert packed < 0.45 * wide, "norms, routers and rotary tables are equal in both"
 
 
+def test_an_engine_file_holds_its_plugins_attributes_and_kernel_hashes(int4: Bundle) -> None:
+    """TensorRT reads what a plugin serialises after the call: memory that was freed by then would be written instead."""
+    data = (int4.directory / int4.manifest.engines[0].file).read_bytes()
+    for name, kernels in int4.manifest.kernels.items():
+        assert data.count(kernels.sha256.encode()) >= kernels.nodes, name
+    scale = np.float32(int4.manifest.config.history_readout_scale).tobytes()
+    assert data.count(scale) >= int4.manifest.kernels[OPERATOR_NAMES[0]].nodes
+
+
 def test_the_same_build_gives_the_same_kernels_and_an_interrupted_one_takes_its_engine_over(
     int4: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
