@@ -28,13 +28,13 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+def client(server: RunningServer) -> Iterator[Any]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as opened:
         yield opened
 
 
 @pytest.fixture
-def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+def claude(server: RunningServer) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as opened:
         yield opened
 
@@ -48,7 +48,7 @@ def fields(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o))
-def test_a_chat_is_the_librarys_whole_or_streamed(client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_a_chat_is_the_librarys_whole_or_streamed(client: Any, options: dict[str, Any]) -> None:
     wanted = nano().chat(QUESTION, **options)
     got = client.chat.completions.create(model="nano", messages=QUESTION, extra_body=fields(options))
     assert got.choices[0].message.content == wanted.text
@@ -78,7 +78,7 @@ def test_a_chat_is_the_librarys_whole_or_streamed(client: openai.OpenAI, options
     assert len({c.id for c in chunks}) == 1
 
 
-def test_logprobs_are_those_of_the_step_that_filled_the_position(client: openai.OpenAI) -> None:
+def test_logprobs_are_those_of_the_step_that_filled_the_position(client: Any) -> None:
     wanted = nano().chat(QUESTION, max_new_tokens=30, logprobs=2)
     asked: dict[str, Any] = {"model": "nano", "messages": QUESTION, "max_tokens": 30, "logprobs": True}
     got = client.chat.completions.create(**asked, top_logprobs=2).choices[0].logprobs
@@ -89,16 +89,14 @@ def test_logprobs_are_those_of_the_step_that_filled_the_position(client: openai.
         assert len(token.top_logprobs) == 2
         assert token.top_logprobs[0].logprob == max(t.logprob for t in token.top_logprobs)
         assert (token.token, token.logprob) in {(t.token, t.logprob) for t in token.top_logprobs}
-    streamed = []
+    streamed: list[Any] = []
     for chunk in client.chat.completions.create(**asked, top_logprobs=2, stream=True):
         found = chunk.choices[0].logprobs
         streamed += found.content or [] if found else []
     assert [(t.token, t.logprob) for t in streamed] == [(t.token, t.logprob) for t in got.content]
 
 
-def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(
-    client: openai.OpenAI, claude: anthropic.Anthropic
-) -> None:
+def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(client: Any, claude: Any) -> None:
     whole = nano().chat(QUESTION, max_new_tokens=40).text
     stop = whole[3:5]
     wanted = whole[: whole.index(stop)]
@@ -113,7 +111,7 @@ def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(
     assert "".join(b.text for b in message.content if b.type == "text") == wanted
 
 
-def test_choices_differ_by_seed_and_each_is_its_own_run(client: openai.OpenAI) -> None:
+def test_choices_differ_by_seed_and_each_is_its_own_run(client: Any) -> None:
     options = {"max_new_tokens": 30, "temperature": 3.0}
     wanted = [nano().chat(QUESTION, seed=7 + i, **options).text for i in range(3)]
     assert len(set(wanted)) == 3
@@ -129,7 +127,7 @@ def test_choices_differ_by_seed_and_each_is_its_own_run(client: openai.OpenAI) -
     assert texts == wanted
 
 
-def test_completions_take_text_and_ids_and_several_prompts(client: openai.OpenAI) -> None:
+def test_completions_take_text_and_ids_and_several_prompts(client: Any) -> None:
     engine = nano()
     assert engine.tokenizer is not None
     prompts = ["<|im_start|>user\nRepeat: Elm<|im_end|>\n<|im_start|>assistant\n", "The no-fly zone at"]
@@ -148,7 +146,7 @@ def test_completions_take_text_and_ids_and_several_prompts(client: openai.OpenAI
     assert ["".join(c.choices[0].text for c in chunks if c.choices[0].index == i) for i in range(2)] == wanted
 
 
-def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_responses_whole_and_streamed(client: Any) -> None:
     wanted = nano().chat(QUESTION, max_new_tokens=200).text
     got = client.responses.create(model="nano", input=QUESTION[0]["content"], max_output_tokens=200)
     assert got.output_text == wanted and got.status == "completed"
@@ -175,7 +173,7 @@ def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
     )
 
 
-def test_messages_whole_and_streamed(claude: anthropic.Anthropic) -> None:
+def test_messages_whole_and_streamed(claude: Any) -> None:
     wanted = nano().chat([{"role": "system", "content": "Be brief."}, *QUESTION], max_new_tokens=200)
     asked: dict[str, Any] = {"model": "nano", "max_tokens": 200, "system": "Be brief.", "messages": QUESTION}
     got = claude.messages.create(**asked)
@@ -237,7 +235,7 @@ def test_denoise_events_tell_every_position_once(server: RunningServer) -> None:
     )
 
 
-def test_a_second_turn_continues_from_the_cache_and_says_so(server: RunningServer, client: openai.OpenAI) -> None:
+def test_a_second_turn_continues_from_the_cache_and_says_so(server: RunningServer, client: Any) -> None:
     turns = [{"role": "user", "content": "Repeat: " + "Alder Birch Cedar " * 40}]
     first = client.chat.completions.create(model="nano", messages=turns, max_tokens=40)
     turns += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Repeat: Elm"}]
@@ -258,7 +256,7 @@ def test_a_second_turn_continues_from_the_cache_and_says_so(server: RunningServe
     assert float(numbers["clover_running"]) == 0
 
 
-def test_models_health_and_ready(server: RunningServer, client: openai.OpenAI) -> None:
+def test_models_health_and_ready(server: RunningServer, client: Any) -> None:
     assert [m.id for m in client.models.list()] == ["nano"]
     assert client.models.retrieve("nano").id == "nano"
     with pytest.raises(openai.NotFoundError):

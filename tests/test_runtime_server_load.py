@@ -101,7 +101,9 @@ class Client:
         self.abandoned += 1
 
     def bad(self, http: httpx.Client) -> None:
-        change = self.random.choice([{"temperature": -1}, {"messages": []}, {"what": 1}, {"messages": [[[]]]}])
+        change: dict[str, Any] = self.random.choice(
+            [{"temperature": -1}, {"messages": []}, {"what": 1}, {"messages": [[[]]]}]
+        )
         got = http.post(CHAT, json={"messages": question(0)[0], **change})
         assert got.status_code == 400
         self.refused += 1

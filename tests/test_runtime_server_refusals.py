@@ -14,7 +14,7 @@ import openai
 import pytest
 from serve_support import RunningServer, nano, nano_slots
 
-QUESTION = [{"role": "user", "content": "Parse the dispatch: UAV2 goes to Elm."}]
+QUESTION: Any = [{"role": "user", "content": "Parse the dispatch: UAV2 goes to Elm."}]
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {"messages": QUESTION, "max_tokens": 5},
@@ -139,19 +139,21 @@ def test_fields_that_change_nothing_are_taken(server: RunningServer) -> None:
 def test_clients_see_their_own_errors(server: RunningServer) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as bad:
-            client.chat.completions.create(model="nano", messages=QUESTION, response_format={"type": "json_object"})
+            client.chat.completions.create(
+                model="nano", messages=QUESTION, extra_body={"response_format": {"type": "json_object"}}
+            )
         assert bad.value.param == "response_format" and bad.value.request_id
         with pytest.raises(openai.NotFoundError) as unknown:
             client.chat.completions.create(model="other", messages=QUESTION)
         assert unknown.value.code == "model_not_found"
-        long = [{"role": "user", "content": "a " * 3000}]
+        long: Any = [{"role": "user", "content": "a " * 3000}]
         with pytest.raises(openai.BadRequestError) as full:
             client.chat.completions.create(model="nano", messages=long)
         assert full.value.code == "context_length_exceeded"
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as claude:
         with pytest.raises(anthropic.BadRequestError) as refused:
             claude.messages.create(model="nano", max_tokens=5, messages=QUESTION, tool_choice={"type": "any"})
-        assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index,call-overload]
+        assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
 def raw(server: RunningServer, request: bytes) -> bytes:
