@@ -167,7 +167,8 @@ def _json(body: bytes) -> Any:
     return None
 
 
-def build(args: Arguments) -> serve.Application:
-    """The application that clover.yaml names."""
-    settings = load_settings(args.config, {})
-    return Front.bind(Model.bind(str(args.bundle), settings), settings.max_body_mb)
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application that clover.yaml names; `args`: see Arguments."""
+    given = Arguments.model_validate(args)
+    settings = load_settings(given.config, {})
+    return Front.bind(Model.bind(str(given.bundle), settings), settings.max_body_mb)
