@@ -20,10 +20,10 @@ from clover.exporter.config import BLOCK_SIZES, ModelConfig, read_json
 from clover.exporter.config_reader import read_config, require_mask_token
 from clover.exporter.graph.dense import EXACT_ACCURACY, FAST_ACCURACY
 from clover.exporter.graph.step import build_step_graph
-from clover.exporter.precision import Precision, PrecisionPlan, TensorClass, plan_precision
+from clover.exporter.precision import Precision, PrecisionPlan, TensorClass
 from clover.exporter.store_plan import StoreItem, store_plan
 from clover.exporter.weight_index import read_weight_index
-from clover.exporter.weights import write_weights
+from clover.exporter.weights import plan_for, write_weights
 from clover.runtime.clover import TOKENIZER_DIRECTORY, load_template
 from clover.runtime.errors import BundleError, CheckpointError, CloverError, RequestError
 from clover.runtime.options import DecodeOptions
@@ -98,10 +98,15 @@ def build_bundle(
     config = read_config(request.checkpoint, request.ignore_fields)
     mask = require_mask_token(config)
     checkpoint = Checkpoint.open(request.checkpoint, config)
-    precision = plan_precision(config, request.precision, request.overrides, request.group_size)
+    precision = plan_for(checkpoint, request.precision, request.overrides, request.group_size)
     accuracy = choose_accuracy(config, request.exact_activations)
     block_sizes = check_block_sizes(request.block_sizes)
     max_context = check_context(config, request.max_context)
+    if gpu and precision.zero_points:
+        raise CloverError(
+            f"{request.checkpoint} holds INT4 weights with zero points, which GPU engines do not take; build with --gpu cpu, "
+            "or from the BF16 checkpoint."
+        )
     if gpu:
         max_context = gpu.context(config, request.max_context)
         gpu.check(config, precision, block_sizes, max_context)

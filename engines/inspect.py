@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from clover.engines.bundle import Bundle
     from clover.engines.validate.weights import WeightError
 
-DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 WORST_LISTED = 10
 
 
@@ -51,9 +50,8 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
         kind = parameter_class(name)
         if kind is None:
             continue
-        dtype = checkpoint.dtype(name)
-        bytes_of[kind] += math.prod(checkpoint.shape(name)) * DTYPE_BITS[dtype] / 8
-        dtypes[kind].add(dtype)
+        bytes_of[kind] += checkpoint.nbytes(name)
+        dtypes[kind].add(checkpoint.dtype(name))
     files = [p for p in sorted(path.iterdir()) if p.suffix in (".safetensors", ".json", ".jinja")]
     return {
         "kind": "checkpoint",

@@ -107,6 +107,10 @@ class _Stored:
     def info(self) -> TensorInfo:
         return self.file.tensors[self.name]
 
+    @property
+    def nbytes(self) -> int:
+        return self.info.nbytes
+
 
 class Checkpoint:
     """A checkpoint directory whose tensors have been checked, by header, against `config`. Reads are lazy."""
@@ -144,6 +148,11 @@ class Checkpoint:
             problems += faults
             problems += [f"{name} is stored both in INT4 and as it is" for name in packed if name in stored]
             rest = {name: tensor for name, tensor in stored.items() if name not in taken} | packed
+        elif odd := next((name for name in stored if name.endswith((".qweight", ".weight_packed"))), None):
+            raise CheckpointError(
+                f"{directory} holds INT4 weights ({odd}), but its config.json has no quantization_config that says how "
+                "they are stored; download config.json again."
+            )
         problems += _mismatches(config, rest)
         if problems:
             raise _listed(f"The tensors of {directory} do not make the model that its config.json describes", problems)
@@ -164,6 +173,10 @@ class Checkpoint:
         """Stored dtype in safetensors' words ("BF16", "F32", ...) or "INT4"; of the first expert where they lie apart."""
         parts = self._parts(self._resolve(name))
         return parts[0].info.dtype
+
+    def nbytes(self, name: str) -> int:
+        """Bytes that a canonical tensor takes in the files, scales and zero points of INT4 included."""
+        return sum(part.nbytes for part in self._parts(self._resolve(name)))
 
     def read(self, name: str) -> Floats:
         """The tensor as float32, in its canonical shape. CheckpointError on NaN or infinite values."""

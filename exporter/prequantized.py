@@ -13,17 +13,17 @@ value = (nibble - zero point) * scale. Where every zero point is 8, that is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from clover.exporter.precision import GROUP_SIZES, PrecisionPlan, TensorClass
+from clover.exporter.precision import GROUP_SIZES
 from clover.exporter.quantize import pack_int4, unpack_int4
 from clover.exporter.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorInfo
-from clover.runtime.errors import CheckpointError, CloverError
+from clover.runtime.errors import CheckpointError
 
 PACKED = "INT4"  # what Checkpoint.dtype says of such a matrix
 SYMMETRIC = 8
@@ -210,6 +210,11 @@ class PackedMatrix:
                 shape = (8 * second, first)
         self.info = TensorInfo(PACKED, shape, values.info.offset, values.info.nbytes)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its parts in the files."""
+        return sum(stored.info.nbytes for stored in self._parts.values())
+
     def problems(self) -> list[str]:
         """What does not fit together, by header."""
         (n, k), group = self.info.shape, self.form.group_size
@@ -333,27 +338,7 @@ def collect(form: SourceFormat, stored: Mapping[str, Stored]) -> tuple[dict[str,
             )
         else:
             matrix = PackedMatrix(f"{module}.weight", form, found)
-            faults = matrix.problems()
-            problems += faults
-            if not faults:
-                matrices[matrix.name] = matrix
+            matrices[matrix.name] = matrix
+            problems += matrix.problems()
     taken = {f"{module}.{part}" for module, found in parts.items() for part in found}
     return matrices, taken, problems
-
-
-# -- the precision plan ---------------------------------------------------------------------------
-
-
-def adopt(precision: PrecisionPlan, group_size: int | None, zero_points: Iterable[TensorClass]) -> PrecisionPlan:
-    """The plan for a checkpoint of INT4 matrices in groups of `group_size`, `zero_points` being classes that have some.
-
-    Raises CloverError when the plan's groups are larger than the checkpoint's, so that its scales could not be kept.
-    """
-    if group_size is None or "int4" not in precision.classes.values():
-        return precision
-    if group_size % precision.group_size:
-        raise CloverError(
-            f"--group-size {precision.group_size} can't keep the checkpoint's INT4 weights, whose groups are of "
-            f"{group_size}; leave it out or give a divisor."
-        )
-    return replace(precision, zero_points=tuple(c for c in sorted(set(zero_points)) if precision[c] == "int4"))

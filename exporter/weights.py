@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from clover.exporter.checkpoint import Checkpoint, Rows, to_float
+from clover.exporter.precision import Precision, PrecisionPlan, TensorClass, largest_group_size, plan_precision
 from clover.exporter.prequantized import PackedRows
 from clover.exporter.quantize import quantize_int4, quantize_int8
-from clover.exporter.store_plan import StoreItem
+from clover.exporter.store_plan import StoreItem, store_plan
 from clover.exporter.store_writer import StoreEntry, StoreWriter
+from clover.runtime.errors import CloverError
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -28,6 +30,41 @@ Progress = Callable[[str, int], None]
 WORKERS = os.cpu_count() or 1
 WEIGHTS_AT_ONCE = 2**21  # of a piece of a dense matrix
 STORE_FORMAT = "1"  # layouts of store_plan.py; an unfinished store of another format starts over
+
+
+def plan_for(
+    checkpoint: Checkpoint,
+    base: Precision,
+    overrides: Mapping[TensorClass, Precision] | None = None,
+    group_size: int | None = None,
+) -> PrecisionPlan:
+    """`plan_precision` for a checkpoint: INT4 matrices that it holds already keep their groups and zero points.
+
+    Raises CloverError when `group_size` can't keep them.
+    """
+    config, form = checkpoint.config, checkpoint.form
+    if form is None:
+        return plan_precision(config, base, overrides, group_size)
+    largest = largest_group_size(config)
+    plan = plan_precision(config, base, overrides, group_size or min(form.group_size, largest or form.group_size))
+    if "int4" not in plan.classes.values():
+        return plan
+    if form.group_size % plan.group_size:
+        raise CloverError(
+            f"--group-size {plan.group_size} can't keep the scales of the checkpoint's INT4 weights, which are in groups of "
+            f"{form.group_size}; leave it out or give a divisor."
+        )
+    shifted: set[TensorClass] = set()
+    for item in store_plan(config, plan):
+        kind = item.tensor_class
+        if (
+            kind
+            and item.precision == "int4"
+            and kind not in shifted
+            and any(map(checkpoint.has_zero_points, item.sources))
+        ):
+            shifted.add(kind)
+    return replace(plan, zero_points=tuple(sorted(shifted)))
 
 
 def write_weights(

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from clover.engines.bundle import Bundle
 from clover.exporter.checkpoint import expected_tensors
-from clover.exporter.quantize import dequantize_int4, dequantize_int8
+from clover.exporter.prequantized import PackedRows
+from clover.exporter.quantize import dequantize_int4, dequantize_int8, unpack_int4
 from clover.exporter.safetensors_file import SafetensorsFile
 from clover.exporter.store_plan import StoreItem, store_plan
 
@@ -47,6 +48,10 @@ class WeightStore:
             return read(f"{item.name}.weight").astype(np.float32, copy=False)
         packed, scales = read(f"{item.name}.qweight"), read(f"{item.name}.scales")
         packed = packed.reshape(*scales.shape[:-1], -1)  # blocks of bytes or rows of bytes: the same memory
+        if item.zero_points:
+            zeros = unpack_int4(read(f"{item.name}.zero_points"))[..., : scales.shape[-1]]
+            flat: list[npt.NDArray[Any]] = [x.reshape(-1, x.shape[-1]) for x in (packed, scales, zeros)]
+            return PackedRows(flat[0], flat[1], flat[2]).dequantize().reshape(*scales.shape[:-1], -1)
         return dequantize_int4(packed, scales) if item.precision == "int4" else dequantize_int8(packed, scales)
 
 

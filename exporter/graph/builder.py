@@ -87,6 +87,10 @@ class GraphBuilder:
             self._initializers[key] = tensor
         return key
 
+    def optional_weight(self, name: str) -> str:
+        """A tensor of the weight store, or an operator's absent input."""
+        return self.weight(name) if name in self.weights else ""
+
     # -- nodes -------------------------------------------------------------------------------
 
     def op(self, op_type: str, *inputs: str, domain: str = "", **attributes: Any) -> str:

@@ -32,8 +32,8 @@ class Dense:
         rows, groups, _ = b.weights[f"{name}.qweight"].shape
         group = self.precision.group_size
         inputs = [x, b.weight(f"{name}.qweight"), b.weight(f"{name}.scales")]
-        if bias:
-            inputs += ["", "", bias]
+        if bias or f"{name}.zero_points" in b.weights:
+            inputs += [b.optional_weight(f"{name}.zero_points"), "", bias]
         return b.op(
             "MatMulNBits", *inputs, domain=CONTRIB, N=rows, K=groups * group, bits=BITS[precision], block_size=group,
             accuracy_level=EXACT_ACCURACY if exact else self.accuracy_level,
@@ -46,9 +46,11 @@ class Dense:
         if precision in ("fp32", "bf16"):
             rows = b.op("Gather", b.weight("embed.weight"), token_ids)
             return b.to_float(rows) if precision == "bf16" else rows
+        inputs = [b.weight("embed.qweight"), token_ids, b.weight("embed.scales")]
+        if "embed.zero_points" in b.weights:
+            inputs.append(b.weight("embed.zero_points"))
         return b.op(
-            "GatherBlockQuantized", b.weight("embed.qweight"), token_ids, b.weight("embed.scales"), domain=CONTRIB,
-            bits=BITS[precision], block_size=self.precision.group_size, gather_axis=0, quantize_axis=1,
+            "GatherBlockQuantized", *inputs, domain=CONTRIB, bits=BITS[precision], block_size=self.precision.group_size, gather_axis=0, quantize_axis=1,
         )  # fmt: skip
 
     def rms_norm(self, x: str, name: str, epsilon: float) -> str:

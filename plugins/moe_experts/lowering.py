@@ -36,10 +36,12 @@ def lower_experts(
         if kind == "bf16":
             gate_up, down = b.to_float(gate_up), b.to_float(down)
         return b.op("MoE", hidden, routing, gate_up, "", down, domain=CONTRIB, **common)
+    zero_points = [b.weight(name) for part in ("gate_up", "down") if (name := f"{g}{part}.zero_points") in b.weights]
+    absent = [""] * 4 if zero_points else []  # the second bias, and a third matrix with its scales and bias
     return b.op(
         "QMoE", hidden, routing,
         b.weight(f"{g}gate_up.qweight"), b.weight(f"{g}gate_up.scales"), "",
-        b.weight(f"{g}down.qweight"), b.weight(f"{g}down.scales"),
+        b.weight(f"{g}down.qweight"), b.weight(f"{g}down.scales"), *absent, *zero_points,
         domain=CONTRIB, expert_weight_bits=BITS[kind], block_size=precision.group_size,
         accuracy_level=accuracy_level, **common,
     )  # fmt: skip
