@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,17 @@ from clover.runtime.autoregressive import AutoregressiveDecoder
 from clover.runtime.decoder import DecodeCounts, Decoder, StepEvent, TokenInfo
 from clover.runtime.errors import CloverError, RequestError
 from clover.runtime.fill import FillDecoder
+from clover.runtime.forms.fill import (
+    Decision,
+    FilledForm,
+    check_form_options,
+    decision_forms,
+    decision_prompt,
+    fill_form,
+)
+from clover.runtime.forms.schema import form_of_response_format
+from clover.runtime.forms.template import Form, parse_template
+from clover.runtime.forms.vocabulary import Vocabulary
 from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions, make_options
 from clover.runtime.reply import Reply, ReplyFinished, ReplyStatistics, StreamItem
@@ -50,6 +61,7 @@ class Clover:
         self._turn_of: int | None = None  # the thread whose stream runs
         self._closed = False
         self._step_times = StepTimesSeen()
+        self._vocabulary: Vocabulary | None = None  # of forms
 
     @classmethod
     def load(
@@ -125,6 +137,76 @@ class Clover:
             except TypeError:
                 raise RequestError("prompt", "prompt is neither a text nor a sequence of token ids.") from None
         return self._stream(ids, "prompt", options, steps=steps, parse=False)
+
+    # -- forms ------------------------------------------------------------------------------
+
+    def fill(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: str | None = None,
+        *,
+        response_format: Mapping[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        on_event: Callable[[StepEvent], None] | None = None,
+        **options: Any,
+    ) -> FilledForm:
+        """Answers with a form: fixed text whose holes the model fills, all together (docs/forms.md).
+
+        `template` holds `{{name:12}}` (at most 12 tokens), `{{ok:true|false}}`, `{{n:int}}` or `{{x:number}}`; or
+        `response_format` is of type json_schema. Options are threshold, block_size and coreset_top_p.
+        Raises RequestError naming what can't be filled.
+        """
+        if (template is None) == (response_format is None):
+            raise RequestError("template", "template or response_format must be given, and not both.")
+        form = parse_template(template) if template is not None else form_of_response_format(response_format)
+        return self._fill(messages, form, enable_thinking, options, on_event)
+
+    def decide(
+        self, document: str, questions: Mapping[str, Sequence[Any]], *, together: bool = True, **options: Any
+    ) -> Decision:
+        """Answers up to 8 questions on one document, each with one of its choices (JSON values), in one denoising.
+        together False: each question alone, for comparison. Raises RequestError."""
+        if not isinstance(document, str):
+            raise RequestError("document", "document must be a text.")
+        filled = []
+        for names, form in decision_forms(questions, together):
+            content = decision_prompt(document, names)
+            filled.append(self._fill([{"role": "user", "content": content}], form, None, options, None))
+        values = {name: value for form in filled for name, value in form.values.items()}
+        confidences = {name: value for form in filled for name, value in form.confidences.items()}
+        return Decision(values, confidences, tuple(filled))
+
+    def _fill(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        form: Form,
+        enable_thinking: bool | None,
+        given: Mapping[str, Any],
+        on_event: Callable[[StepEvent], None] | None,
+    ) -> FilledForm:
+        if self._closed:
+            raise CloverError("this engine is closed; load the bundle again.")
+        if self.template is None or self.tokenizer is None:
+            raise RequestError("messages", "this bundle has no tokenizer or chat template, so it can't fill forms.")
+        check_form_options(given)
+        options, manifest = self.options(**given), self.bundle.manifest
+        thinking: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        ids = self.tokenizer.encode_prompt(self.template.render(messages, **thinking))
+        check_prompt(ids, manifest.mask_token_id, "messages")
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self.tokenizer, manifest.config.vocab_size, manifest.excluded_token_ids)
+        with self._take_turn():
+            return fill_form(
+                self.session,
+                ids,
+                form,
+                options,
+                self._vocabulary,
+                mask_id=manifest.mask_token_id,
+                eos_ids=manifest.eos_token_ids,
+                vocab_size=manifest.config.vocab_size,
+                on_event=on_event,
+            )
 
     # -- pieces -----------------------------------------------------------------------------
 

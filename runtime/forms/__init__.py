@@ -1,0 +1,1 @@
+"""Forms: fixed text with named holes, filled together by the block-diffusion passes."""
