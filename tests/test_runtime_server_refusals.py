@@ -49,7 +49,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stream": True, "stream_options": {"extra": 1}}, "stream_options.extra"),
     (CHAT, {"stream_denoise": True}, "stream_denoise"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
+    (CHAT, {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     (CHAT, {"tools": [TOOL]}, "tools"),  # the nano template has no place for them

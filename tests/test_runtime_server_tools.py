@@ -156,6 +156,31 @@ def test_without_tools_a_call_is_only_text(client: Any) -> None:
         assert got.choices[0].finish_reason == "stop"
 
 
+def test_one_call_at_most_ends_the_reply_behind_it(client: Any, claude: Any) -> None:
+    asked: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Weather?"}]}
+    tools = [{"type": "function", "function": f} for f in FUNCTIONS]
+    both = client.chat.completions.create(tools=tools, **asked)
+    for limit in (None, 500):
+        one = client.chat.completions.create(tools=tools, parallel_tool_calls=False, max_tokens=limit, **asked)
+        assert one.choices[0].finish_reason == "tool_calls" and one.choices[0].message.content == "Looking."
+        assert [json.loads(c.function.arguments) for c in one.choices[0].message.tool_calls] == ARGUMENTS[:1]
+        assert one.usage.completion_tokens < both.usage.completion_tokens
+    response = client.responses.create(
+        model="nano",
+        input="Weather?",
+        tools=[{"type": "function", **f} for f in FUNCTIONS],
+        parallel_tool_calls=False,
+    )
+    assert [o.type for o in response.output] == ["message", "function_call"] and not response.parallel_tool_calls
+    message = claude.messages.create(
+        max_tokens=500,
+        tools=[{"name": f["name"], "input_schema": f["parameters"]} for f in FUNCTIONS],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        **asked,
+    )
+    assert [b.type for b in message.content] == ["text", "tool_use"] and message.stop_reason == "tool_use"
+
+
 def test_a_call_cut_by_the_limit_is_not_given_out_as_one(client: Any) -> None:
     got = client.chat.completions.create(
         model="nano",

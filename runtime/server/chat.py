@@ -63,10 +63,10 @@ def parse(body: Any, service: Service) -> ChatRequest:
     choices = f.integer("n", 1, MAX_CHOICES) or 1
     thinking = thinking_flag(f)
     tools = _tools(f)
+    one_call = not f.boolean("parallel_tool_calls", True)
     timeout = timeout_field(f, service.settings.request_timeout)
     use_cache = f.boolean("cache_prompt", True)
     messages = f.need("messages")
-    f.only("parallel_tool_calls", True, why="the model alone decides how many calls it makes.")
     f.only("response_format", {"type": "text"}, why="replies are free text.")
     f.only("store", False, why="nothing is stored.")
     f.only("service_tier", "auto", "default", why="there is one tier.")
@@ -84,6 +84,7 @@ def parse(body: Any, service: Service) -> ChatRequest:
         "messages",
         choices=choices,
         tools=tools,
+        one_call=one_call,
         parse_thinking=True,
         starts_in_thinking=opens_thinking,
         steps=steps,

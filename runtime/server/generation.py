@@ -14,7 +14,7 @@ from clover.runtime.scheduler.scheduler import Scheduler
 from clover.runtime.server.errors import outcome_error
 from clover.runtime.server.parts import Parts
 from clover.runtime.text.finish import FinishReason
-from clover.runtime.text.reply import Finished, ReplyEvent, ReplyParser
+from clover.runtime.text.reply import Finished, FunctionArgumentsDelta, ReplyEvent, ReplyParser
 from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
 
 WAIT_SECONDS = 10.0
@@ -167,10 +167,19 @@ class ChoiceSink:
     """Owns one job: turns its tokens into reply events, on the scheduler's thread, and posts them."""
 
     def __init__(
-        self, generation: Generation, choice: int, decoder: Decoder, parser: ReplyParser, *, steps: bool, thinking: bool
+        self,
+        generation: Generation,
+        choice: int,
+        decoder: Decoder,
+        parser: ReplyParser,
+        *,
+        steps: bool,
+        thinking: bool,
+        one_call: bool,
     ) -> None:
         self._generation, self._choice, self._decoder, self._parser = generation, choice, decoder, parser
-        self._steps, self._in_reasoning = steps, thinking
+        self._steps, self._in_reasoning, self._one_call = steps, thinking, one_call
+        self._called = False  # the one call was given out: the reply is over
         self._tokens = self._reasoning_tokens = 0
         self.job: Job | None = None
 
@@ -185,14 +194,18 @@ class ChoiceSink:
                     steps.append(event)
                 continue
             for token in event.tokens:
-                if self._parser.stopped:
+                if self._over:
                     break
                 tokens.append(token)
                 self._parse(token, texts)
         self._tokens += len(tokens)
         if texts or tokens or steps:
             self._generation.post(Piece(self._choice, texts, tokens, steps))
-        return self._parser.stopped
+        return self._over
+
+    @property
+    def _over(self) -> bool:
+        return self._parser.stopped or self._called
 
     def finish(self, outcome: Outcome) -> None:
         """See Sink."""
@@ -201,6 +214,10 @@ class ChoiceSink:
             return
         *events, end = self._parser.finish(hit_limit=self._decoder.truncated)
         assert isinstance(end, Finished)
+        if self._called:
+            events, end = [], Finished("tool_calls", None)
+        else:
+            events = self._up_to_first_call(events)
         if events:
             self._generation.post(Piece(self._choice, events, ()))
         counts = self._decoder.counts
@@ -215,11 +232,19 @@ class ChoiceSink:
         self._generation.post(Ended(self._choice, end.reason, end.stop_string, usage))
 
     def _parse(self, token: TokenInfo, texts: list[ReplyEvent]) -> None:
-        fresh = self._parser.push((token.id,))
+        fresh = self._up_to_first_call(self._parser.push((token.id,)))
         for event in fresh:
             self._in_reasoning = isinstance(event, ReasoningDelta)
             _append(texts, event)
         self._reasoning_tokens += self._in_reasoning
+
+    def _up_to_first_call(self, events: list[ReplyEvent]) -> list[ReplyEvent]:
+        """The events, or those up to the first call where there may be only one. A call comes whole, in one list."""
+        if not self._one_call:
+            return events
+        last = [i for i, event in enumerate(events) if isinstance(event, FunctionArgumentsDelta) and event.index == 0]
+        self._called = bool(last)
+        return events[: last[-1] + 1] if last else events
 
 
 def _append(texts: list[ReplyEvent], event: ReplyEvent) -> None:

@@ -51,18 +51,19 @@ def parse(body: Any, service: Service) -> MessageRequest:
     use_cache = f.boolean("cache_prompt", True)
     f.only("service_tier", "auto", "standard_only", why="there is one tier.")
     f.labels("metadata")
-    ids, tools, opens_thinking = _prompt(f, service)
+    prompt = _prompt(f, service)
     try:
         options = service.engine.options(**given)
     except RequestError as error:
         raise renamed(error, {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}) from None
     ask = Ask(
-        [ids],
+        [prompt.ids],
         options,
         "messages",
-        tools=tools,
+        tools=prompt.tools,
+        one_call=prompt.one_call,
         parse_thinking=True,
-        starts_in_thinking=opens_thinking,
+        starts_in_thinking=prompt.opens_thinking,
         timeout=timeout,
         use_cache=use_cache,
     )
@@ -73,19 +74,26 @@ def count_tokens(body: Any, service: Service) -> dict[str, int]:
     """The answer of /v1/messages/count_tokens."""
     f = Fields(body)
     service.check_model(f)
-    ids, _, _ = _prompt(f, service)
-    return {"input_tokens": len(ids)}
+    return {"input_tokens": len(_prompt(f, service).ids)}
 
 
-def _prompt(f: Fields, service: Service) -> tuple[list[int], list[dict[str, Any]], bool]:
-    """(token ids, tools, whether the reply starts with reasoning). Refuses every field left."""
+@dataclass(frozen=True)
+class _Prompt:
+    ids: list[int]
+    tools: list[dict[str, Any]]
+    one_call: bool
+    opens_thinking: bool
+
+
+def _prompt(f: Fields, service: Service) -> _Prompt:
+    """What the fields that make the prompt come to. Refuses every field left."""
     thinking = _thinking(f)
-    tools = _tools(f)
+    tools, one_call = _tools(f)
     f.labels("cache_control")  # the conversation cache needs no hints
     messages = chat_messages(f.need("messages"), f.take("system"))
     f.close()
     ids, opens_thinking = service.chat_prompt(messages, tools, thinking)
-    return ids, tools, opens_thinking
+    return _Prompt(ids, tools, one_call, opens_thinking)
 
 
 def _thinking(f: Fields) -> bool | None:
@@ -101,7 +109,8 @@ def _thinking(f: Fields) -> bool | None:
     return kind != "disabled"
 
 
-def _tools(f: Fields) -> list[dict[str, Any]]:
+def _tools(f: Fields) -> tuple[list[dict[str, Any]], bool]:
+    """(tools, whether one call at most is wanted)."""
     tools = []
     for i, item in enumerate(f.items("tools")):
         tool = Fields(item, f"tools[{i}]")
@@ -114,11 +123,11 @@ def _tools(f: Fields) -> list[dict[str, Any]]:
         tool.close()
     choice = f.object("tool_choice")
     kind = choice.text("type") or "auto"
-    choice.only("disable_parallel_tool_use", False, why="the model alone decides how many calls it makes.")
+    one_call = choice.boolean("disable_parallel_tool_use")
     choice.close()
     if kind not in ("auto", "none"):
         raise choice.refuse("type", "can be 'auto' or 'none'; a call can't be forced.")
-    return tools if kind == "auto" else []
+    return (tools if kind == "auto" else []), one_call
 
 
 # -- replies -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ class Ask:
     field: str  # the request's field that holds the prompt, for messages
     choices: int = 1
     tools: Sequence[Mapping[str, Any]] = ()  # calls are looked for only when there are any
+    one_call: bool = False  # the reply ends behind its first call
     parse_thinking: bool = False
     starts_in_thinking: bool = False
     steps: bool = False  # tell of each denoise step

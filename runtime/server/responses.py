@@ -52,6 +52,7 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     tools_given = f.take("tools")
     tools = _tools(tools_given, f)
     may_call = tool_choice(f)
+    parallel = f.boolean("parallel_tool_calls", True)
     instructions = f.text("instructions")
     messages = input_messages(f.need("input"), instructions)
     timeout = timeout_field(f, service.settings.request_timeout)
@@ -68,6 +69,7 @@ def parse(body: Any, service: Service) -> ResponseRequest:
         options,
         "input",
         tools=tools if may_call else (),
+        one_call=not parallel,
         parse_thinking=True,
         starts_in_thinking=opens_thinking,
         timeout=timeout,
@@ -78,6 +80,7 @@ def parse(body: Any, service: Service) -> ResponseRequest:
         "metadata": metadata or {},
         "tools": tools_given or [],
         "tool_choice": "auto" if may_call else "none",
+        "parallel_tool_calls": parallel,
         "temperature": options.temperature,
         "top_p": options.top_p,
         "max_output_tokens": given["max_new_tokens"],
@@ -90,7 +93,6 @@ def _refuse_the_rest(f: Fields) -> None:
     f.only("store", False, why="nothing is stored.")
     f.only("background", False, why="replies are not made in the background.")
     f.only("truncation", "disabled", why="a conversation that is too long is refused, not shortened.")
-    f.only("parallel_tool_calls", True, why="the model alone decides how many calls it makes.")
     f.only("service_tier", "auto", "default", why="there is one tier.")
     f.only("include", [], why="nothing more can be included.")
     text = f.object("text")
@@ -149,7 +151,6 @@ class ResponseBuilder:
             "incomplete_details": None,
             "model": request.model,
             "output": [],
-            "parallel_tool_calls": True,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,

@@ -122,7 +122,15 @@ class Service:
             parse_thinking=ask.parse_thinking,
             parse_tools=bool(ask.tools),
         )
-        sink = ChoiceSink(generation, choice, decoder, parser, steps=ask.steps, thinking=ask.starts_in_thinking)
+        sink = ChoiceSink(
+            generation,
+            choice,
+            decoder,
+            parser,
+            steps=ask.steps,
+            thinking=ask.starts_in_thinking,
+            one_call=ask.one_call,
+        )
         sink.job = Job(
             decoder, prompt, sink, least_rows=least_rows(options), deadline=deadline, cacheable=ask.use_cache
         )
