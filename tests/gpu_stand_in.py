@@ -7,6 +7,7 @@ same step graph in its portable form; it reads every input and writes every outp
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from clover.exporter.graph.tensorrt.lower import build_portable_graph
 from clover.exporter.graph.tensorrt.step import DeviceGraphOptions
 from clover.exporter.weight_index import read_weight_index
 
-OUT_OF_MEMORY = 2
+OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201
 CARD_BYTES = 2**30
 
 
@@ -43,6 +44,19 @@ class StandInDriver:
         self.on_card: dict[int, int] = {}
         self.recording: list[Callable[[], None]] | None = None
         self.log: list[str] = []
+        self._thread = threading.local()
+
+    def __getattribute__(self, name: str) -> Any:
+        """Work for the card needs a context in the calling thread, as with the real driver."""
+        if name.startswith(("cuMem", "cuStream", "cuGraph", "cuModule", "cuLaunch")) and not hasattr(
+            object.__getattribute__(self, "_thread"), "context"
+        ):
+            return lambda *arguments: (INVALID_CONTEXT, 0)
+        return object.__getattribute__(self, name)
+
+    def cuCtxSetCurrent(self, context: Any) -> tuple[int]:
+        self._thread.context = context
+        return (0,)
 
     def __getattr__(self, name: str) -> Any:
         """Calls without any effect here: contexts, streams, modules."""

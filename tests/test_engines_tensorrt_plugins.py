@@ -88,6 +88,7 @@ def registered() -> Iterator[Registered]:
     bundle = gpu_bundle("5070ti", "int4")
     driver, launches = StandInDriver(), []
     driver.cuLaunchKernel = lambda *a: (launches.append(a), (0,))[1]  # type: ignore[attr-defined]
+    driver.cuCtxSetCurrent(1)
     host = make_host(check_parts(bundle), driver)
     creators = register(trt, OPERATORS, host)
     named = {op.name: creator for op, creator in zip(OPERATORS, creators, strict=True)}

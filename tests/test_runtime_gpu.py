@@ -205,6 +205,19 @@ def test_int4_scales_lose_nothing_on_the_card() -> None:
             assert np.array_equal(scales.astype(ml_dtypes.bfloat16).astype(np.float32), scales), name
 
 
+def test_a_session_may_be_used_from_another_thread(machine: Machine) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def use() -> list[int]:
+        machine.session.step([rows(tokens(0, 20), 20)])
+        machine.session.restore(1, machine.session.snapshot(0))
+        machine.session.reset(0)
+        return [machine.session.position(s) for s in range(2)]
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(use).result() == [0, 20]
+
+
 def test_without_graphs_a_step_gives_the_same(machine: Machine) -> None:
     machine.trt.engine.capturable = False
     host = cpu()

@@ -29,6 +29,8 @@ def build_command(manifest: Manifest, gpu: str) -> str:
     precision = ",".join((base, *(f"{k}={v}" for k, v in plan.classes.items() if v != base)))
     sizes = " ".join(f"--block-size {b}" for b in manifest.block_sizes)
     extra = f" --sequences {engine.sequences}" if engine.sequences > 1 else ""
+    extra += "" if engine.resident_experts is None else f" --resident-experts {engine.resident_experts}"
+    extra += " --with-logits" if manifest.graph.with_logits else ""
     return (
         f"clover build CHECKPOINT -o BUNDLE --gpu {shlex.quote(gpu)} --precision {precision} {sizes} "
         f"--max-context {manifest.max_context}{extra}"
@@ -54,13 +56,13 @@ def check_machine(bundle: Bundle, cards: list[DetectedGpu], installed: str) -> D
         found = ", ".join(f"{card.name} (SM {card.sm})" for card in cards)
         raise BundleError(
             f"{start} {found}; build it for this one with `{build_command(manifest, _target_name(cards[0]))} "
-            f"--reuse {bundle.directory}`."
+            f"--reuse {shlex.quote(str(bundle.directory))}`."
         )
     if installed != target.backend_version:
         raise BundleError(
             f"{bundle.directory} was built with {target.backend} {target.backend_version} and {installed} is installed "
             f"here; install that version, or build it again with `{build_command(manifest, target.name)} "
-            f"--reuse {bundle.directory}`."
+            f"--reuse {shlex.quote(str(bundle.directory))}`."
         )
     return max(fitting, key=lambda card: card.memory_bytes)
 

@@ -54,7 +54,7 @@ class Device:
         self._device = self.call("cuDeviceGet", index)
         # the primary context is the one TensorRT uses, too
         self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
-        self.call("cuCtxSetCurrent", self._context)
+        self.activate()
         self._stream = self.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
         self.stream = int(self._stream)
 
@@ -74,6 +74,10 @@ class Device:
                 )
             raise CloverError(f"the NVIDIA driver answers {reason} to {name}; run nvidia-smi to see why.")
         return results[0] if results else None
+
+    def activate(self) -> None:
+        """Makes the device the calling thread's: the driver keeps that per thread, and sessions may change theirs."""
+        self.call("cuCtxSetCurrent", self._context)
 
     @property
     def capability(self) -> int:
@@ -163,6 +167,7 @@ class Device:
         """Frees everything allocated here, the stream and the context. Harmless when closed already."""
         if self._context is None:
             return
+        self.activate()
         self.synchronize()
         for address, release in self._memory.items():
             self.call(release, address)

@@ -92,6 +92,7 @@ class StepEngine:
             self._save_cache()
             self._contexts, self._cache = [], None
             self._engine = self._runtime = None
+            self._host.library.close()
             unregister(self._trt, self._creators)
             self._creators = []
 

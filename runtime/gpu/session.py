@@ -98,6 +98,7 @@ class GpuSession:
         return int(self._positions[slot])
 
     def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
+        self._device.activate()
         shape = self._limits.shape_of(rows, candidates)
         if self._committed:  # a block ended: the moment for experts to move
             self._experts.follow_use()
@@ -128,6 +129,7 @@ class GpuSession:
         return results
 
     def reset(self, slot: int) -> None:
+        self._device.activate()
         for name, state in self._state.items():
             if not name.startswith(("keys", "values")):
                 self._device.clear(state.slot(slot), state.slot_bytes)
@@ -135,6 +137,7 @@ class GpuSession:
         self._before.pop(slot, None)
 
     def snapshot(self, slot: int) -> StateSnapshot:
+        self._device.activate()
         before = None
         if slot in self._before:
             before = StateSnapshot(self._before[slot], self._download(self._aside, slot, 0))
@@ -144,6 +147,7 @@ class GpuSession:
     def restore(self, slot: int, snapshot: StateSnapshot) -> None:
         if snapshot.tensors.keys() != self._state.keys() or snapshot.position > self._max_context:
             raise ValueError("the snapshot is of another model, or longer than this session's context")
+        self._device.activate()
         self._upload(self._state, slot, snapshot.position, snapshot.tensors)
         self._positions[slot] = snapshot.position
         self._before.pop(slot, None)
@@ -152,6 +156,7 @@ class GpuSession:
             self._before[slot] = snapshot.before.position
 
     def close(self) -> None:
+        self._device.activate()
         for ready in self._prepared.values():
             if ready.graph is not None:
                 self._device.destroy(ready.graph)
