@@ -41,6 +41,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+OTHER_FILES_BYTES = 64 * 2**20  # room to ask for: the graph and the tokenizer of the full-size model take half of it
 GENERATION_FILE = "generation_config.json"
 
 Progress = Callable[[str, int, int], None]  # (what, done, total), in weights
@@ -116,7 +117,7 @@ def build_bundle(
         items = store_plan(config, precision)
         if request.reuse:
             reuse_weights(request.reuse, work, checkpoint, precision)
-        hashes = write_weights(checkpoint, items, work, _weights_progress(items, progress))
+        hashes = write_weights(checkpoint, items, work, _weights_progress(items, progress), beside=OTHER_FILES_BYTES)
         excluded = sorted({mask, *(tokenizer.padding_ids(config.vocab_size) if tokenizer else ())})
         index = read_weight_index(work, hashes)
         model = build_step_graph(

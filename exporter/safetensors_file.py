@@ -53,12 +53,13 @@ class TensorInfo:
 class SafetensorsFile:
     """The header of one file, checked on construction, and reads of its tensors.
 
-    Raises CheckpointError when the file is missing, cut short, or not safetensors. Safe to use from several threads.
+    Raises CheckpointError when the file is missing, cut short, or not safetensors, and later when it has changed since.
+    Safe to use from several threads.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size = _check(path)
+        self.size, self._modified = _check(path)
         self.tensors, self.metadata = _read_header(path)
 
     def read(self, name: str) -> npt.NDArray[Any]:
@@ -111,18 +112,28 @@ class SafetensorsFile:
                     if not count:
                         raise CheckpointError(f"{self.path} became shorter while it was read; download it again.")
                     done += count
+                self._check_unchanged(os.fstat(file.fileno()))
         except OSError as error:
             raise CheckpointError(f"{self.path} can't be read ({error.strerror}); check the disk.") from None
 
+    def _check_unchanged(self, state: os.stat_result) -> None:
+        """Bytes of two versions of a file would make a model that nobody has trained."""
+        if (state.st_size, state.st_mtime_ns) != (self.size, self._modified):
+            raise CheckpointError(
+                f"{self.path} was changed while it was read; wait until the download or training run that writes it is "
+                "done, then start again."
+            )
 
-def _check(path: Path) -> int:
-    """The file's size, after the safetensors library has accepted its header."""
+
+def _check(path: Path) -> tuple[int, int]:
+    """The file's size and time of its last change in ns, after the safetensors library has accepted its header."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
-            size = os.fstat(file.fileno()).st_size
+            state = os.fstat(file.fileno())
+            size = state.st_size
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error.strerror}).") from None
     if start == LFS_POINTER:
@@ -135,7 +146,7 @@ def _check(path: Path) -> int:
         raise CheckpointError(
             f"{path} ({size} bytes) is cut short or is not a safetensors file ({reason}); download it again."
         ) from None
-    return size
+    return size, state.st_mtime_ns
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -87,6 +87,43 @@ def layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes
     return len(text).to_bytes(8, "little") + text, {e.name: (data + starts[e.name], sizes[e.name]) for e in ordered}
 
 
+def file_size(entries: Sequence[Entry], metadata: Mapping[str, str]) -> int:
+    """Bytes of the finished file."""
+    header, places = layout(entries, metadata)
+    return max((offset + size for offset, size in places.values()), default=len(header))
+
+
+def check_room(files: Mapping[Path, int], beside: int = 0) -> None:
+    """Refuses, before the first byte is written, files (path → size) that don't fit together on their disk.
+
+    What an earlier run has allocated for them counts as there; `beside` is what else will be written.
+    """
+    directories = {path.parent for path in files}
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True)
+    needed = beside + sum(max(0, size - _held(path)) for path, size in files.items())
+    for directory in directories:
+        if needed > (free := shutil.disk_usage(directory).free):
+            raise CloverError(
+                f"{directory} has no room for {_names(files)}: {needed:,} more bytes are needed and {free:,} are free; "
+                "make room or choose another output directory."
+            )
+
+
+def _names(files: Mapping[Path, int]) -> str:
+    return " and ".join(path.name for path in files)
+
+
+def _held(path: Path) -> int:
+    """Bytes that the disk has already given to a file or its partial."""
+    held = 0
+    for place in (path, path.with_name(path.name + ".partial")):
+        with suppress(FileNotFoundError):
+            stat = place.stat()
+            held += getattr(stat, "st_blocks", 0) * 512 or stat.st_size
+    return held
+
+
 class StoreWriter:
     """A safetensors file in the making. May be written to from several threads.
 
@@ -224,11 +261,7 @@ class StoreWriter:
             return False
 
     def _check_room(self) -> None:
-        held = 0
-        if self._partial.exists():
-            stat = self._partial.stat()
-            held = getattr(stat, "st_blocks", 0) * 512 or stat.st_size
-        if self._size - held > shutil.disk_usage(self.path.parent).free:
+        if self._size - _held(self.path) > shutil.disk_usage(self.path.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _lock_file(self) -> None:

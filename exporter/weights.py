@@ -21,7 +21,7 @@ from clover.exporter.precision import Precision, PrecisionPlan, TensorClass, lar
 from clover.exporter.prequantized import PackedRows
 from clover.exporter.quantize import quantize_int4, quantize_int8
 from clover.exporter.store_plan import StoreItem, store_plan
-from clover.exporter.store_writer import StoreEntry, StoreWriter
+from clover.exporter.store_writer import StoreEntry, StoreWriter, check_room, file_size
 from clover.runtime.errors import CloverError
 
 Array = npt.NDArray[Any]
@@ -72,28 +72,35 @@ def write_weights(
     items: tuple[StoreItem, ...],
     directory: Path,
     progress: Progress = lambda name, weights: None,
+    beside: int = 0,
 ) -> dict[str, str]:
     """Writes every store file of `items` into `directory` and returns file -> sha256.
 
     Resumes at the first tensor that an interrupted run did not finish. `progress(name, weights)` is called after
-    every piece with the number of weights done. Raises CheckpointError for NaN or infinity, CloverError when the disk
-    is full.
+    every piece with the number of weights done. `beside`: bytes that will be written to the same disk afterwards.
+
+    Raises CheckpointError for NaN, infinity or a file that changes meanwhile, CloverError when the disk is full: before
+    the first byte when that can be foreseen.
     """
+    fingerprint = checkpoint.fingerprint()
+    parts = {file: [item for item in items if item.file == file] for file in dict.fromkeys(i.file for i in items)}
+    files = {file: (_entries(mine), _metadata(mine, fingerprint)) for file, mine in parts.items()}
+    check_room({directory / file: file_size(*contents) for file, contents in files.items()}, beside)
     hashes: dict[str, str] = {}
-    for file in dict.fromkeys(item.file for item in items):
-        mine = [item for item in items if item.file == file]
-        entries = [StoreEntry(t.name, t.dtype, t.shape) for item in mine for t in item.tensors()]
-        metadata = {
-            "format": STORE_FORMAT,
-            "checkpoint": checkpoint.fingerprint(),
-            "precision": json.dumps(sorted({f"{i.tensor_class}={i.precision}/{i.group_size}" for i in mine})),
-        }
-        path = directory / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with StoreWriter(path, entries, metadata) as writer:
-            _write_file(checkpoint, mine, writer, progress)
+    for file, contents in files.items():
+        with StoreWriter(directory / file, *contents) as writer:
+            _write_file(checkpoint, parts[file], writer, progress)
             hashes[file] = writer.finish()
     return hashes
+
+
+def _entries(items: list[StoreItem]) -> list[StoreEntry]:
+    return [StoreEntry(t.name, t.dtype, t.shape) for item in items for t in item.tensors()]
+
+
+def _metadata(items: list[StoreItem], fingerprint: str) -> dict[str, str]:
+    precisions = sorted({f"{i.tensor_class}={i.precision}/{i.group_size}" for i in items})
+    return {"format": STORE_FORMAT, "checkpoint": fingerprint, "precision": json.dumps(precisions)}
 
 
 def _write_file(checkpoint: Checkpoint, items: list[StoreItem], writer: StoreWriter, progress: Progress) -> None:
