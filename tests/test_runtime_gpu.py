@@ -188,7 +188,7 @@ def test_experts_lie_where_the_table_says_before_and_after_they_move(
 
     session.step([rows(tokens(0, 8), 8)])
     assert check().sum() == 16
-    for _ in range(40):
+    for _ in range(100):
         session.step([rows(tokens(0, 1), 1)])
     after = check()
     assert after[:, -4:].all() and after.sum() == 16, "the experts in use are on the card"

@@ -76,7 +76,7 @@ class GpuSession:
         self._aside: dict[str, _State] = {}  # and the state there, once a commit was tentative
         self._experts = experts()
         self._prepared: OrderedDict[StepShape, _Prepared] = OrderedDict()
-        self._committed = False  # since experts last moved
+        self._committed = 0  # rows, since experts last moved
         for slot in range(sequences):
             self.reset(slot)
 
@@ -100,9 +100,9 @@ class GpuSession:
     def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
         self._device.activate()
         shape = self._limits.shape_of(rows, candidates)
-        if self._committed:  # a block ended: the moment for experts to move
+        if self._committed >= self._config.block_size:  # about a block ended: the moment for experts to move
             self._experts.follow_use()
-            self._committed = False
+            self._committed = 0
         for r in rows:
             self._take_back_or_keep(r)
         ready = self._ready(shape)
@@ -116,7 +116,7 @@ class GpuSession:
         for r in rows:
             n, s = len(r.logit_rows), r.slot
             self._positions[s] += r.commit
-            self._committed |= r.commit > 0
+            self._committed += r.commit
             logits = out["logits"][s, :n] if self._with_logits else None
             results.append(
                 Candidates(
