@@ -184,7 +184,7 @@ def _best_scale(
         gains[np.isnan(gains)] = -np.inf
         choice, columns = gains.argmax(0), np.arange(len(w))
         # not clearly above the plain scale's: the errors themselves decide
-        close = np.flatnonzero(~(gains[choice, columns] > plain_gain * (1 + form.close)))
+        close = np.flatnonzero(~(gains[choice, columns] > plain_gain * (1 + form.close)) & (largest > 0))
     return scales[choice, columns], close
 
 
