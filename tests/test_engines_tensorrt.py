@@ -313,6 +313,29 @@ def test_a_plugin_refuses_kernels_it_was_not_built_with(int4: Bundle) -> None:
         unregister(trt, creators)
 
 
+@pytest.mark.slow
+def test_the_builder_uses_nothing_that_only_tensorrt_rtx_has(
+    int4: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name of the data-centre TensorRT, which has the same interface and can't be installed here."""
+    import importlib.util
+
+    site = tmp_path / "site"
+    information = site / "tensorrt_cu13-99.0.dist-info"
+    information.mkdir(parents=True)
+    (site / "tensorrt.py").write_text("from tensorrt_rtx import *\nfrom tensorrt_rtx import __version__\n")
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt-cu13\nVersion: 99.0\n")
+    (information / "RECORD").write_text("tensorrt.py,,\n")
+    libraries = importlib.util.find_spec("tensorrt_rtx_libs")
+    assert libraries is not None and libraries.submodule_search_locations
+    (site / "tensorrt_libs").symlink_to(libraries.submodule_search_locations[0])
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+    built = builder.build_engine(replace(device_graph(int4, tmp_path), backend="tensorrt", sm=90))
+    assert built.version == "99.0" and built.path.is_file()
+    assert sum("plugin" in layer for layer in built.layers) == sum(k.nodes for k in int4.manifest.kernels.values())
+
+
 # -- another machine -------------------------------------------------------------------------------
 
 
