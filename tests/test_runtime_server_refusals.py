@@ -53,7 +53,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     (CHAT, {"tools": [TOOL]}, "tools"),  # the nano template has no place for them
-    (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+    (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+    (
+        CHAT,
+        {"tools": [{**TOOL, "function": {"name": "f", "strict": True, "parameters": {"pattern": "a"}}}]},
+        "tools[0].function.parameters.pattern",
+    ),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (CHAT, {"store": True}, "store"),
     (CHAT, {"audio": {}}, "audio"),

@@ -12,6 +12,8 @@ import pytest
 from serve_support import RunningServer, ScriptedSession, nano
 
 from clover.runtime.clover import Clover
+from clover.runtime.errors import RequestError
+from clover.runtime.server.schema import check_schema, fits, text_fits
 from clover.runtime.text.chat_template import ChatTemplate
 
 TEMPLATE = """
@@ -179,6 +181,93 @@ def test_one_call_at_most_ends_the_reply_behind_it(client: Any, claude: Any) -> 
         **asked,
     )
     assert [b.type for b in message.content] == ["text", "tool_use"] and message.stop_reason == "tool_use"
+
+
+def test_a_strict_tool_is_called_with_what_fits_its_schema_or_not_at_all(client: Any) -> None:
+    narrow = {**SCHEMA, "properties": {"city": {"enum": ["Lyon"]}, "days": {"type": "integer"}}}
+    asked: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Weather?"}]}
+    for schemas, names in (
+        ((SCHEMA, TIME_SCHEMA), ["get_weather", "get_time"]),
+        ((narrow, TIME_SCHEMA), ["get_time"]),
+        ((narrow, {**TIME_SCHEMA, "required": ["hour"]}), []),
+    ):
+        tools = [
+            {"type": "function", "function": {"name": f["name"], "parameters": schema, "strict": True}}
+            for f, schema in zip(FUNCTIONS, schemas, strict=True)
+        ]
+        got = client.chat.completions.create(tools=tools, **asked).choices[0]
+        assert [c.function.name for c in got.message.tool_calls or []] == names
+        assert got.finish_reason == ("tool_calls" if names else "stop")
+        assert got.message.content.count("<tool_call>") == 2 - len(names)
+        streamed = list(client.chat.completions.create(tools=tools, stream=True, **asked))
+        calls = [c for chunk in streamed for c in chunk.choices[0].delta.tool_calls or []]
+        assert [c.function.name for c in calls if c.function.name] == names
+        assert sorted({c.index for c in calls}) == list(range(len(names)))
+        assert streamed[-1].choices[0].finish_reason == got.finish_reason
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+LIST = {"$defs": {"node": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}]}, "pair": {
+    "type": "object", "properties": {"head": {"type": "string"}, "tail": {"$ref": "#/$defs/node"}},
+    "required": ["head", "tail"]}}, "$ref": "#/$defs/node"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (OBJECT, [{"a": 1}, {"a": 2.0}], [{}, {"a": "1"}, {"a": True}, {"a": 1, "b": 2}, [], None, {"a": 1.5}]),
+        (
+            LIST,
+            [None, {"head": "x", "tail": {"head": "y", "tail": None}}],
+            [1, {"head": "x"}, {"head": 1, "tail": None}],
+        ),
+        ({"enum": [1, "a", None]}, [1, "a", None], [True, "b", 0]),
+        ({"const": False}, [False], [0, None, ""]),
+        ({"type": ["string", "null"], "maxLength": 2}, ["ab", None], ["abc", 1]),
+        (
+            {"type": "array", "items": {"type": "number", "minimum": 0}, "maxItems": 2},
+            [[], [0, 1.5]],
+            [[-1], [1, 2, 3]],
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 5}]}, [1, 5.5], [7, 2.5]),
+        ({"allOf": [{"minimum": 1}, {"exclusiveMaximum": 3}]}, [1, 2, "x"], [0, 3]),
+        ({"additionalProperties": {"type": "string"}}, [{"a": "b"}, 3], [{"a": 1}]),
+        ({"$ref": "#/nowhere"}, [], [1, None, {}]),
+        ({"$ref": "#"}, [], [1]),  # says nothing but itself
+        (True, [1, None], []),
+    ],
+)
+def test_strict_schemas(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    check_schema(schema, "schema")
+    assert all(fits(value, schema) for value in good)
+    assert not any(fits(value, schema) for value in bad)
+
+
+def test_a_tangled_schema_costs_no_more_than_its_budget() -> None:
+    knot: dict[str, Any] = {"$defs": {"a0": {"type": "null"}}, "$ref": "#/$defs/a60"}
+    for i in range(60):  # 2 to the 60 ways to fail
+        knot["$defs"][f"a{i + 1}"] = {"anyOf": [{"$ref": f"#/$defs/a{i}"}] * 2}
+    check_schema(knot, "schema")
+    assert not fits(1, knot)
+    assert not text_fits("[" * 50_000 + "]" * 50_000, {"items": {"$ref": "#"}})
+    assert not text_fits("9" * 10_000, {"type": "integer"})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"pattern": "a"},
+        {"type": "text"},
+        {"items": {"if": {}}},
+        {"required": [1]},
+        {"$ref": "http://x"},
+        3,
+        {"enum": 1},
+    ],
+)
+def test_schemas_that_cannot_be_held_to_are_refused(schema: Any) -> None:
+    with pytest.raises(RequestError):
+        check_schema(schema, "schema")
 
 
 def test_a_call_cut_by_the_limit_is_not_given_out_as_one(client: Any) -> None:

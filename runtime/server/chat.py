@@ -10,6 +10,7 @@ from typing import Any
 from clover.runtime.decoder import StepEvent, TokenInfo
 from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
+from clover.runtime.server.calls import Tools
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
 from clover.runtime.server.generation import Choice, Ended, Generation, Piece, Usage
@@ -18,7 +19,6 @@ from clover.runtime.server.request import (
     MAX_CHOICES,
     Ask,
     decode_fields,
-    function_tool,
     logit_bias,
     renamed,
     stop_strings,
@@ -63,7 +63,6 @@ def parse(body: Any, service: Service) -> ChatRequest:
     choices = f.integer("n", 1, MAX_CHOICES) or 1
     thinking = thinking_flag(f)
     tools = _tools(f)
-    one_call = not f.boolean("parallel_tool_calls", True)
     timeout = timeout_field(f, service.settings.request_timeout)
     use_cache = f.boolean("cache_prompt", True)
     messages = f.need("messages")
@@ -77,14 +76,13 @@ def parse(body: Any, service: Service) -> ChatRequest:
         options = service.engine.options(**given)
     except RequestError as error:
         raise renamed(error, {"max_new_tokens": limit_name, "logprobs": "top_logprobs"}) from None
-    ids, opens_thinking = service.chat_prompt(messages, tools, thinking)
+    ids, opens_thinking = service.chat_prompt(messages, tools.shown, thinking)
     ask = Ask(
         [ids],
         options,
         "messages",
         choices=choices,
         tools=tools,
-        one_call=one_call,
         parse_thinking=True,
         starts_in_thinking=opens_thinking,
         steps=steps,
@@ -115,23 +113,20 @@ def stream_fields(f: Fields) -> tuple[bool, bool]:
     return stream, include_usage
 
 
-def _tools(f: Fields) -> list[dict[str, Any]]:
-    tools = []
+def _tools(f: Fields) -> Tools:
+    tools = Tools(one_call=not f.boolean("parallel_tool_calls", True))
     for i, item in enumerate(f.items("tools")):
         tool = Fields(item, f"tools[{i}]")
         tool.need("type")
         function = tool.object("function")
         if not isinstance(item, dict) or item.get("type") != "function":
             raise tool.refuse("type", "must be 'function'; the server runs no tools itself.")
-        function.only("strict", False, why="arguments are not constrained to the schema.")
-        tools.append(
-            function_tool(
-                function.take("name"), function.take("description"), function.take("parameters"), f"tools[{i}].function"
-            )
-        )
+        strict = function.boolean("strict")
+        name, description, parameters = (function.take(key) for key in ("name", "description", "parameters"))
+        tools.add(name, description, parameters, strict, f"tools[{i}].function", "parameters")
         function.close()
         tool.close()
-    return tools if tool_choice(f) else []
+    return tools if tool_choice(f) else Tools()
 
 
 def tool_choice(f: Fields) -> bool:

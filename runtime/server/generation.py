@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from clover.runtime.decoder import DecodeEvent, Decoder, StepEvent, TokenInfo
 from clover.runtime.scheduler.job import Job, Outcome
 from clover.runtime.scheduler.scheduler import Scheduler
+from clover.runtime.server.calls import CallFilter, Tools
 from clover.runtime.server.errors import outcome_error
 from clover.runtime.server.parts import Parts
 from clover.runtime.text.finish import FinishReason
-from clover.runtime.text.reply import Finished, FunctionArgumentsDelta, ReplyEvent, ReplyParser
+from clover.runtime.text.reply import Finished, ReplyEvent, ReplyParser
 from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
 
 WAIT_SECONDS = 10.0
@@ -175,11 +176,10 @@ class ChoiceSink:
         *,
         steps: bool,
         thinking: bool,
-        one_call: bool,
+        tools: Tools,
     ) -> None:
         self._generation, self._choice, self._decoder, self._parser = generation, choice, decoder, parser
-        self._steps, self._in_reasoning, self._one_call = steps, thinking, one_call
-        self._called = False  # the one call was given out: the reply is over
+        self._steps, self._in_reasoning, self._calls = steps, thinking, CallFilter(tools)
         self._tokens = self._reasoning_tokens = 0
         self.job: Job | None = None
 
@@ -205,7 +205,7 @@ class ChoiceSink:
 
     @property
     def _over(self) -> bool:
-        return self._parser.stopped or self._called
+        return self._parser.stopped or self._calls.over
 
     def finish(self, outcome: Outcome) -> None:
         """See Sink."""
@@ -214,10 +214,7 @@ class ChoiceSink:
             return
         *events, end = self._parser.finish(hit_limit=self._decoder.truncated)
         assert isinstance(end, Finished)
-        if self._called:
-            events, end = [], Finished("tool_calls", None)
-        else:
-            events = self._up_to_first_call(events)
+        events = [] if self._calls.over else self._calls.feed(events)
         if events:
             self._generation.post(Piece(self._choice, events, ()))
         counts = self._decoder.counts
@@ -229,22 +226,14 @@ class ChoiceSink:
             blocks=counts.blocks,
             steps=counts.steps,
         )
-        self._generation.post(Ended(self._choice, end.reason, end.stop_string, usage))
+        self._generation.post(Ended(self._choice, self._calls.reason(end.reason), end.stop_string, usage))
 
     def _parse(self, token: TokenInfo, texts: list[ReplyEvent]) -> None:
-        fresh = self._up_to_first_call(self._parser.push((token.id,)))
+        fresh = self._calls.feed(self._parser.push((token.id,)))
         for event in fresh:
             self._in_reasoning = isinstance(event, ReasoningDelta)
             _append(texts, event)
         self._reasoning_tokens += self._in_reasoning
-
-    def _up_to_first_call(self, events: list[ReplyEvent]) -> list[ReplyEvent]:
-        """The events, or those up to the first call where there may be only one. A call comes whole, in one list."""
-        if not self._one_call:
-            return events
-        last = [i for i, event in enumerate(events) if isinstance(event, FunctionArgumentsDelta) and event.index == 0]
-        self._called = bool(last)
-        return events[: last[-1] + 1] if last else events
 
 
 def _append(texts: list[ReplyEvent], event: ReplyEvent) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
+from clover.runtime.server.calls import Tools
 from clover.runtime.server.chat import token_limit
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
@@ -18,7 +19,6 @@ from clover.runtime.server.parts import Move, Part, Parts, new_id
 from clover.runtime.server.request import (
     Ask,
     decode_fields,
-    function_tool,
     logit_bias,
     renamed,
     stop_strings,
@@ -61,7 +61,6 @@ def parse(body: Any, service: Service) -> MessageRequest:
         options,
         "messages",
         tools=prompt.tools,
-        one_call=prompt.one_call,
         parse_thinking=True,
         starts_in_thinking=prompt.opens_thinking,
         timeout=timeout,
@@ -80,20 +79,19 @@ def count_tokens(body: Any, service: Service) -> dict[str, int]:
 @dataclass(frozen=True)
 class _Prompt:
     ids: list[int]
-    tools: list[dict[str, Any]]
-    one_call: bool
+    tools: Tools
     opens_thinking: bool
 
 
 def _prompt(f: Fields, service: Service) -> _Prompt:
     """What the fields that make the prompt come to. Refuses every field left."""
     thinking = _thinking(f)
-    tools, one_call = _tools(f)
+    tools = _tools(f)
     f.labels("cache_control")  # the conversation cache needs no hints
     messages = chat_messages(f.need("messages"), f.take("system"))
     f.close()
-    ids, opens_thinking = service.chat_prompt(messages, tools, thinking)
-    return _Prompt(ids, tools, one_call, opens_thinking)
+    ids, opens_thinking = service.chat_prompt(messages, tools.shown, thinking)
+    return _Prompt(ids, tools, opens_thinking)
 
 
 def _thinking(f: Fields) -> bool | None:
@@ -109,25 +107,23 @@ def _thinking(f: Fields) -> bool | None:
     return kind != "disabled"
 
 
-def _tools(f: Fields) -> tuple[list[dict[str, Any]], bool]:
-    """(tools, whether one call at most is wanted)."""
-    tools = []
+def _tools(f: Fields) -> Tools:
+    tools = Tools()
     for i, item in enumerate(f.items("tools")):
         tool = Fields(item, f"tools[{i}]")
         if (tool.text("type") or "custom") != "custom":
             raise tool.refuse("type", "must be 'custom'; the server runs no tools itself.")
-        tool.only("strict", False, why="arguments are not constrained to the schema.")
         tool.labels("cache_control")
-        schema = tool.need("input_schema")
-        tools.append(function_tool(tool.take("name"), tool.take("description"), schema, f"tools[{i}]"))
+        strict, schema = tool.boolean("strict"), tool.need("input_schema")
+        tools.add(tool.take("name"), tool.take("description"), schema, strict, f"tools[{i}]", "input_schema")
         tool.close()
     choice = f.object("tool_choice")
     kind = choice.text("type") or "auto"
-    one_call = choice.boolean("disable_parallel_tool_use")
+    tools.one_call = choice.boolean("disable_parallel_tool_use")
     choice.close()
     if kind not in ("auto", "none"):
         raise choice.refuse("type", "can be 'auto' or 'none'; a call can't be forced.")
-    return (tools if kind == "auto" else []), one_call
+    return tools if kind == "auto" else Tools()
 
 
 # -- replies -------------------------------------------------------------------------------------

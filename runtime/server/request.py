@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.options import DecodeOptions
+from clover.runtime.server.calls import Tools
 from clover.runtime.server.fields import Fields
 
 MAX_CHOICES = 16
@@ -23,10 +24,9 @@ class Ask:
 
     prompts: Sequence[Sequence[int]]
     options: DecodeOptions
-    field: str  # the request's field that holds the prompt, for messages
+    prompt_field: str  # the request's field that holds the prompt, for messages
     choices: int = 1
-    tools: Sequence[Mapping[str, Any]] = ()  # calls are looked for only when there are any
-    one_call: bool = False  # the reply ends behind its first call
+    tools: Tools = field(default_factory=Tools)  # calls are looked for only when there are any
     parse_thinking: bool = False
     starts_in_thinking: bool = False
     steps: bool = False  # tell of each denoise step
@@ -82,21 +82,6 @@ def thinking_flag(fields: Fields) -> bool | None:
         )
     thinking: bool | None = top if nested is None else nested
     return thinking
-
-
-def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """A tool in the form templates expect."""
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.name", f"{where}.name must be a non-empty string.")
-    if description is not None and not isinstance(description, str):
-        raise RequestError(f"{where}.description", f"{where}.description must be a string.")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(f"{where}.parameters", f"{where}.parameters must be a JSON schema (an object).")
-    function: dict[str, Any] = {"name": name}
-    if description is not None:
-        function["description"] = description
-    function["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters
-    return {"type": "function", "function": function}
 
 
 def timeout_field(fields: Fields, longest: float) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
+from clover.runtime.server.calls import Tools
 from clover.runtime.server.chat import LABELS, stream_fields, token_limit, tool_choice
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
@@ -17,7 +18,6 @@ from clover.runtime.server.parts import Move, Part, Parts, new_id
 from clover.runtime.server.request import (
     Ask,
     decode_fields,
-    function_tool,
     logit_bias,
     renamed,
     stop_strings,
@@ -52,7 +52,7 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     tools_given = f.take("tools")
     tools = _tools(tools_given, f)
     may_call = tool_choice(f)
-    parallel = f.boolean("parallel_tool_calls", True)
+    tools.one_call = not f.boolean("parallel_tool_calls", True)
     instructions = f.text("instructions")
     messages = input_messages(f.need("input"), instructions)
     timeout = timeout_field(f, service.settings.request_timeout)
@@ -61,15 +61,14 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     _refuse_the_rest(f)
     try:
         options = service.engine.options(**given)
-        ids, opens_thinking = service.chat_prompt(messages, tools if may_call else [], thinking, "input")
+        ids, opens_thinking = service.chat_prompt(messages, tools.shown if may_call else [], thinking, "input")
     except RequestError as error:
         raise renamed(error, {"max_new_tokens": limit_name, "messages": "input"}) from None
     ask = Ask(
         [ids],
         options,
         "input",
-        tools=tools if may_call else (),
-        one_call=not parallel,
+        tools=tools if may_call else Tools(),
         parse_thinking=True,
         starts_in_thinking=opens_thinking,
         timeout=timeout,
@@ -80,7 +79,7 @@ def parse(body: Any, service: Service) -> ResponseRequest:
         "metadata": metadata or {},
         "tools": tools_given or [],
         "tool_choice": "auto" if may_call else "none",
-        "parallel_tool_calls": parallel,
+        "parallel_tool_calls": not tools.one_call,
         "temperature": options.temperature,
         "top_p": options.top_p,
         "max_output_tokens": given["max_new_tokens"],
@@ -117,16 +116,17 @@ def _thinking(f: Fields) -> bool | None:
     return False if effort == "none" else thinking
 
 
-def _tools(given: Any, f: Fields) -> list[dict[str, Any]]:
+def _tools(given: Any, f: Fields) -> Tools:
     if given is not None and not isinstance(given, list):
         raise f.refuse("tools", "must be a list.")
-    tools = []
+    tools = Tools()
     for i, item in enumerate(given or ()):
         tool = Fields(item, f"tools[{i}]")
         if tool.need("type") != "function":
             raise tool.refuse("type", "must be 'function'; the server runs no tools itself.")
-        tool.only("strict", False, why="arguments are not constrained to the schema.")
-        tools.append(function_tool(tool.take("name"), tool.take("description"), tool.take("parameters"), f"tools[{i}]"))
+        strict = tool.boolean("strict")
+        name, description, parameters = (tool.take(key) for key in ("name", "description", "parameters"))
+        tools.add(name, description, parameters, strict, f"tools[{i}]", "parameters")
         tool.close()
     return tools
 

@@ -86,10 +86,8 @@ class Service:
             )
         for prompt in ask.prompts:
             if len(prompt) >= context:
-                message = (
-                    f"{ask.field} has {len(prompt)} tokens; this server's context holds {context}, reply included."
-                )
-                raise ApiError(400, message, ask.field, "context_length_exceeded")
+                message = f"{ask.prompt_field} has {len(prompt)} tokens; this server's context holds {context}, reply included."
+                raise ApiError(400, message, ask.prompt_field, "context_length_exceeded")
             for n in range(ask.choices):
                 jobs.append(self._job(ask, prompt, n, len(jobs), generation, time.monotonic() + seconds))
         try:
@@ -113,14 +111,14 @@ class Service:
         options = ask.options
         if options.seed is not None and n:
             options = replace(options, seed=(options.seed + n) % 2**63)
-        decoder = self.engine.decoder(prompt, options, ask.field)
+        decoder = self.engine.decoder(prompt, options, ask.prompt_field)
         parser = ReplyParser(
             self.tokenizer,
-            tools=ask.tools,
+            tools=ask.tools.shown,
             stop=options.stop,
             starts_in_thinking=ask.starts_in_thinking,
             parse_thinking=ask.parse_thinking,
-            parse_tools=bool(ask.tools),
+            parse_tools=bool(ask.tools.shown),
         )
         sink = ChoiceSink(
             generation,
@@ -129,7 +127,7 @@ class Service:
             parser,
             steps=ask.steps,
             thinking=ask.starts_in_thinking,
-            one_call=ask.one_call,
+            tools=ask.tools,
         )
         sink.job = Job(
             decoder, prompt, sink, least_rows=least_rows(options), deadline=deadline, cacheable=ask.use_cache
