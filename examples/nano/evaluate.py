@@ -11,7 +11,7 @@ from pathlib import Path
 
 import data
 import torch
-from batch import make_masks
+from batch import Packed, make_masks
 from config import BLOCK, Config
 from model import NanoClover
 from packing import Document, encode, pack
@@ -19,8 +19,6 @@ from safetensors.torch import load_file
 from tokenizer import END_IDS, MASK
 from tokenizers import Tokenizer
 from torch import Tensor
-
-MAX_CHUNKS = 7
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,11 @@ def load(directory: Path) -> tuple[NanoClover, Tokenizer]:
     model = NanoClover(Config.load(directory))
     model.load_state_dict({k: v.float() for k, v in load_file(directory / "model.safetensors").items()})
     return model, Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def one_per_row(docs: list[Document]) -> Packed:
+    packed, _, _ = pack([[doc] for doc in docs], max(doc.chunks for doc in docs), 0.0)
+    return packed
 
 
 def ends(block: list[int], masked: list[bool]) -> int | None:
@@ -75,9 +78,9 @@ def fill(
     for _ in range(max_blocks):
         if not active:
             break
-        docs = [Document(prompts[i], answers[i]) for i in active]
-        packed, _, _ = pack([[Document(d.prompt, d.answer + [MASK] * BLOCK)] for d in docs], MAX_CHUNKS, 0.0)
-        packed.block_chunk = torch.tensor([[d.chunks] for d in docs])
+        docs = [Document(prompts[i], answers[i] + [MASK] * BLOCK) for i in active]  # the block lies in the last chunk
+        packed = one_per_row(docs)
+        packed.block_chunk = torch.tensor([[d.chunks - 1] for d in docs])
         masks = make_masks(packed)
         commit = model.commit(packed, masks)
         block = torch.full((len(docs), BLOCK), MASK)
@@ -106,7 +109,7 @@ def causal_exact(model: NanoClover, docs: list[Document]) -> list[bool]:
 
     It does if and only if, with the answer as input, the arg max is the next answer token everywhere; so one pass decides.
     """
-    packed, _, _ = pack([[d] for d in docs], MAX_CHUNKS, 0.0)
+    packed = one_per_row(docs)
     logits = model.lm_head(model.commit(packed, make_masks(packed)).hidden)
     logits[..., MASK] = -torch.inf
     right = logits.argmax(-1)[:, :-1] == packed.tokens[:, 1:]
