@@ -18,6 +18,11 @@ from clover.runtime.scheduler.scheduler import DrainingError, QueueFullError, Sc
 from clover.runtime.session import StateSnapshot
 
 LONG = "Repeat: " + " ".join(f"Alder {i} Birch" for i in range(40))
+ENDLESS = {
+    "max_new_tokens": 1000,
+    "threshold": 1.0,
+    "logit_bias": {0: -100.0, 2: -100.0},
+}  # never an end, one token a step
 OPENER = 1  # <|im_start|> of the nano tokenizer
 
 
@@ -142,7 +147,7 @@ def test_cancelled_jobs_end_within_a_step_and_free_their_place() -> None:
     engine = nano()
     prompt = chat_ids(engine, LONG)
     with scheduled(1, max_queue=2) as (scheduler, session):
-        pairs = [job_for(engine, prompt, max_new_tokens=1000, threshold=1.0, presence_penalty=2.0) for _ in range(3)]
+        pairs = [job_for(engine, prompt, **ENDLESS) for _ in range(3)]
         scheduler.submit([job for job, _ in pairs])
         (live, live_owner), (waiting, waiting_owner), (last, _) = pairs
         assert live_owner.started.wait(60)
@@ -197,7 +202,7 @@ def test_draining_lets_the_accepted_finish_and_closing_tells_the_rest() -> None:
     assert [owner.outcomes[0] for _, owner in pairs] == ["done"] * 3
     with scheduled(1) as (scheduler, session):
         session.gate.clear()
-        pairs = [job_for(engine, prompt, max_new_tokens=5) for _ in range(2)]
+        pairs = [job_for(engine, prompt, **ENDLESS) for _ in range(2)]
         scheduler.submit([job for job, _ in pairs])
         wait_until(lambda: scheduler.live == 1)
         scheduler.drain(0.0)
