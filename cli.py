@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from clover.engines.bench.verb import bench
 from clover.engines.commands import VERBS
+from clover.engines.trace.verb import trace
 from clover.runtime.errors import CloverError
 from clover.runtime.terminal.verb import BundlePath, Json, print_json, sentence_on_error
 
@@ -265,7 +267,7 @@ def cache(
             print(f"{bundle}: no packed weights are kept")
 
 
-for verb in VERBS:
+for verb in (*VERBS, bench, trace):
     app.command()(verb)
 
 

@@ -60,7 +60,7 @@ class Clover:
         self._turn = threading.Lock()
         self._turn_of: int | None = None  # the thread whose stream runs
         self._closed = False
-        self._step_times = StepTimesSeen()
+        self._step_times: dict[tuple[int, float], StepTimesSeen] = {}  # by block size and threshold
         self._vocabulary: Vocabulary | None = None  # of forms
 
     @classmethod
@@ -247,7 +247,7 @@ class Clover:
         if options.mode == "self-speculative":
             return SpeculativeDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
         if options.mode == "adaptive":
-            times = self._step_times
+            times = self._step_times.setdefault((options.block_size, options.threshold), StepTimesSeen())
             return AdaptiveDecoder(prompt, options, mask_id=manifest.mask_token_id, times=times, **common)  # type: ignore[arg-type]
         return FillDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
 

@@ -1,0 +1,47 @@
+"""`clover bench` on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clover.runtime.errors import CloverError
+from clover.runtime.terminal.verb import Json, print_json, sentence_on_error
+
+
+@sentence_on_error
+def bench(
+    bundle: Annotated[Path | None, typer.Argument(help="A bundle made by `clover build`.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A prompt a line, or .jsonl with `prompt` or `messages`; default three of our own."),
+    ] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="A mode to measure (repeatable); default all.")] = None,
+    threshold: Annotated[list[float] | None, typer.Option(help="A threshold to measure (repeatable).")] = None,
+    block_size: Annotated[list[int] | None, typer.Option(help="A block size to measure (repeatable).")] = None,
+    coreset_top_p: Annotated[list[float] | None, typer.Option(help="A coreset share to measure (repeatable).")] = None,
+    repeats: Annotated[int, typer.Option(help="Interleaved rounds over all prompts and settings.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest reply in tokens.")] = 128,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a bundle in all its modes."""
+    from clover.engines.bench.command import bench_engine, render
+
+    if bundle is None:
+        raise CloverError("bench needs a bundle; give its path.")
+    result = bench_engine(
+        bundle,
+        prompts,
+        {"max_context": max_context, "threads": threads},
+        modes=mode or (),
+        thresholds=threshold or (),
+        block_sizes=block_size or (),
+        coreset_top_ps=coreset_top_p or (),
+        repeats=repeats,
+        max_new_tokens=max_new_tokens,
+    )
+    print_json(result) if as_json else print(render(result))
