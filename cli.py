@@ -50,6 +50,9 @@ def build(
     resident_experts: Annotated[
         int | None, typer.Option(help="Most routed experts kept on the card; default as many as fit.")
     ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="RAM of the machine with the card, such as 64GiB; default 32GiB.")
+    ] = None,
     reuse: Annotated[
         Path | None, typer.Option(help="A bundle of the same checkpoint and precision whose weights are taken over.")
     ] = None,
@@ -96,6 +99,7 @@ def build(
         ignore_fields=tuple(ignore_config_field or ()),
         sequences=sequences,
         resident_experts=resident_experts,
+        host_memory=host_memory,
         reuse=reuse,
     )
     with Progress("building", " weights", quiet=as_json) as progress:
@@ -137,6 +141,9 @@ def run(
         float | None, typer.Option(help="Divides positive logits of tokens in the reply.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the reply at this text (repeatable).")] = None,
+    length_ramp: Annotated[
+        str | None, typer.Option(help="off, or START:STOP:MAX_BIAS: raises the ending tokens of very long replies.")
+    ] = None,
     thinking: Annotated[
         bool | None, typer.Option("--thinking/--no-thinking", help="Template's enable_thinking.")
     ] = None,
@@ -166,6 +173,7 @@ def run(
         "presence_penalty": presence_penalty,
         "repetition_penalty": repetition_penalty,
         "stop": tuple(stop) if stop else None,
+        "length_ramp": length_ramp,
     }
     load = {"max_context": max_context, "threads": threads, "cache": cache, "provider": provider}
     try:

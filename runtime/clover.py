@@ -212,7 +212,9 @@ class Clover:
 
     def options(self, **given: Any) -> DecodeOptions:
         """The decode options in force for a call. Raises RequestError."""
-        options = make_options(self.bundle.manifest.defaults, given)
+        manifest = self.bundle.manifest
+        ramp = {"length_ramp": manifest.options["length_ramp"]} if "length_ramp" in manifest.options else {}
+        options = make_options({**ramp, **manifest.defaults}, given)
         sizes = self.bundle.manifest.block_sizes
         if options.block_size not in sizes:
             raise RequestError(

@@ -123,4 +123,30 @@ def make_options(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Decod
     for name in given:
         if name not in known:
             raise RequestError(name, f"option {name!r} is unknown; known options are {', '.join(sorted(known))}.")
-    return DecodeOptions(**{**defaults, **{k: v for k, v in given.items() if v is not None}})
+    chosen = {**defaults, **{k: v for k, v in given.items() if v is not None}}
+    if "length_ramp" in chosen:
+        chosen["length_ramp"] = parse_length_ramp(chosen["length_ramp"])
+    return DecodeOptions(**chosen)
+
+
+def parse_length_ramp(value: object) -> LengthRamp | None:
+    """`off`, `START:STOP:MAX_BIAS`, the same as a JSON object, or a LengthRamp. Raises RequestError."""
+    if value is None or isinstance(value, LengthRamp):
+        return value
+    if value == "off":
+        return None
+    parts: list[Any] = []
+    if isinstance(value, str):
+        parts = value.split(":")
+    elif isinstance(value, Mapping) and set(value) == {"start", "stop", "max_bias"}:
+        parts = [value["start"], value["stop"], value["max_bias"]]
+    try:
+        start, stop, bias = int(parts[0]), int(parts[1]), float(parts[2])
+        if len(parts) != 3 or not 0 <= start < stop or not 0.0 <= bias <= 100.0:
+            raise ValueError
+    except (IndexError, TypeError, ValueError):
+        raise RequestError(
+            "length_ramp",
+            f"length_ramp is {value!r}; give off, or START:STOP:MAX_BIAS with START below STOP (8192:16384:5).",
+        ) from None
+    return LengthRamp(start, stop, bias)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clover.runtime.errors import RequestError
-from clover.runtime.options import DecodeOptions, LengthRamp
+from clover.runtime.options import DecodeOptions, LengthRamp, make_options
 from clover.runtime.penalties import PenaltyState
 from clover.runtime.select import candidates_needed, choose_tokens, sampling_weights
 from clover.runtime.session import Candidates
@@ -129,3 +129,22 @@ def test_an_adjustment_is_the_formula(
     for t in (10, 11):
         want[t] += {0: 0.0, 99: 0.0, 100: 0.0, 150: 2.0, 200: 4.0, 10_000: 4.0}[length]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "want"),
+    [
+        ("off", None),
+        ("100:200:3", LengthRamp(100, 200, 3.0)),
+        ({"start": 1, "stop": 2, "max_bias": 0.5}, LengthRamp(1, 2, 0.5)),
+        (LengthRamp(), LengthRamp()),
+    ],
+)
+def test_the_length_ramp_can_be_set_and_turned_off(asked: object, want: LengthRamp | None) -> None:
+    assert make_options({}, {"length_ramp": asked}).length_ramp == want
+
+
+@pytest.mark.parametrize("asked", ["on", "1:2", "2:1:5", "1:2:x", "1:2:3:4", {"start": 1}, 5, "-1:2:3"])
+def test_a_senseless_length_ramp_is_refused_by_name(asked: object) -> None:
+    with pytest.raises(RequestError, match="length_ramp"):
+        make_options({}, {"length_ramp": asked})
