@@ -65,6 +65,7 @@ class BuildRequest:
     ignore_fields: Collection[str] = ()
     sequences: int = 1  # slots of a GPU engine
     resident_experts: int | None = None  # most routed experts on the card; None: as many as fit
+    host_memory: str | None = None  # RAM of the machine with the card, such as 64GiB; None: the planner's default
     reuse: Path | None = None  # a bundle of the same checkpoint and precision whose weights are taken over
     sm: str | None = None  # with `memory`: a card that is not in the table, in place of `target`
     memory: str | None = None
@@ -73,17 +74,20 @@ class BuildRequest:
 
 def build_target(request: BuildRequest, progress: Progress = lambda what, done, total: None) -> Bundle:
     """Builds for the request's target. Raises CloverError for a target that can't be built."""
-    from clover.engines.gpus import resolve_gpu
+    from clover.engines.gpus import parse_size, resolve_gpu
 
     given = request.target or (None if request.sm or request.memory else "cpu")
     gpu = resolve_gpu(given, request.sm, request.memory)
     if gpu.is_cpu:
-        if request.sequences != 1 or request.resident_experts is not None:
-            raise CloverError("--sequences and --resident-experts are for GPU engines; leave them out with --gpu cpu.")
+        if request.sequences != 1 or request.resident_experts is not None or request.host_memory is not None:
+            raise CloverError(
+                "--sequences, --resident-experts and --host-memory are for GPU engines; leave them out with --gpu cpu."
+            )
         return build_bundle(request, progress)
-    from clover.engines.tensorrt.target import GpuBuild
+    from clover.engines.tensorrt.target import DEFAULT_HOST_MEMORY, GpuBuild
 
-    build = GpuBuild(gpu, request.sequences, request.resident_experts, kernel_cache=request.kernel_cache)
+    ram = DEFAULT_HOST_MEMORY if request.host_memory is None else parse_size(request.host_memory, "--host-memory")
+    build = GpuBuild(gpu, request.sequences, request.resident_experts, ram, kernel_cache=request.kernel_cache)
     return build_bundle(request, progress, build)
 
 

@@ -202,6 +202,15 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would() -> None:
         replace(roomy, resident_experts=-1).check(FULL_SIZE, plan_precision(FULL_SIZE, "int4"), (32,), 8192)
 
 
+def test_triton_that_is_missing_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    with pytest.raises(CloverError, match="pip install triton"):
+        build_target(BuildRequest(NANO, tmp_path / "b", target="5070ti"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_sm_the_backend_does_not_build_for_is_one_sentence(int4: Bundle, tmp_path: Path) -> None:
     request = replace(device_graph(int4, tmp_path), sm=90)
     with pytest.raises(CloverError, match="does not build for SM 90"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class GpuBuild:
     ) -> None:
         """Raises CloverError before anything is written: TensorRT missing, wrong precision, or a model that won't fit."""
         version(self.backend)
+        if importlib.util.find_spec("triton") is None:
+            raise CloverError("building for a GPU compiles kernels with Triton; pip install triton on this machine.")
         check_precision(precision)
         if self.gpu.sm == 75:
             raise CloverError(
