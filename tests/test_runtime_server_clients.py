@@ -112,16 +112,16 @@ def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(client: Any, cla
 
 
 def test_choices_differ_by_seed_and_each_is_its_own_run(client: Any) -> None:
-    options = {"max_new_tokens": 30, "temperature": 3.0}
+    options = {"max_new_tokens": 30, "temperature": 10.0}
     wanted = [nano().chat(QUESTION, seed=7 + i, **options).text for i in range(3)]
     assert len(set(wanted)) == 3
     got = client.chat.completions.create(
-        model="nano", messages=QUESTION, n=3, seed=7, temperature=3.0, max_completion_tokens=30
+        model="nano", messages=QUESTION, n=3, seed=7, temperature=10.0, max_completion_tokens=30
     )
     assert [c.message.content for c in got.choices] == wanted
     texts = [""] * 3
     for chunk in client.chat.completions.create(
-        model="nano", messages=QUESTION, n=3, seed=7, temperature=3.0, max_completion_tokens=30, stream=True
+        model="nano", messages=QUESTION, n=3, seed=7, temperature=10.0, max_completion_tokens=30, stream=True
     ):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == wanted
