@@ -35,7 +35,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": {
             "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}}},
     },
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False,
+             "dynamic": {"-:.*attn.*": {}}},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True,
             "modules_to_not_convert": ["mlp.gate"]},
 }  # fmt: skip
@@ -204,7 +205,7 @@ UP = "model.layers.0.mlp.shared_expert.up_proj."
         ("compressed-tensors", lambda t, c: t.update({DOWN + "weight_shape": np.array([1, 2])}), r"says \[1, 2\]"),
         ("gptq", lambda t, c: c["quantization_config"].update(bits=3), "bits is 3, and only 4 is implemented"),
         ("gptq", lambda t, c: c["quantization_config"].update(group_size=-1), "group_size is -1, and only 128 or 64 or 32"),
-        ("gptq", lambda t, c: c["quantization_config"].update(dynamic={"x": {}}), "dynamic gives modules other settings"),
+        ("gptq", lambda t, c: c["quantization_config"].update(dynamic={"x": {"bits": 8}}), "dynamic gives some modules settings of their own"),
         ("awq", lambda t, c: c["quantization_config"].update(version="gemv"), "version is 'gemv', and only 'gemm'"),
         ("compressed-tensors", lambda t, c: c["quantization_config"].update(format="float-quantized"), "format is 'float"),
         (
