@@ -201,6 +201,7 @@ def main() -> None:
     a.add_argument("--repeat", type=int, default=3)
     a.add_argument("--max-new-tokens", type=int, default=128)
     a.add_argument("--tokens-per-step", type=int)
+    a.add_argument("--block-size", type=int, action="append", help="repeatable; default all of the bundle")
     a.add_argument("--threads", type=int)
     a.add_argument("--no-transformers", action="store_true")
     a.add_argument("--json", action="store_true")
@@ -211,7 +212,7 @@ def main() -> None:
         build_target(BuildRequest(args.checkpoint, args.bundle, precision=args.precision))
     engine = Clover.load(args.bundle, threads=args.threads, max_context=2048)
     asked = prompts(engine, args.checkpoint, args.prompts)
-    sizes = engine.bundle.manifest.block_sizes
+    sizes = args.block_size or engine.bundle.manifest.block_sizes
     modes: dict[str, DecodeOptions] = {
         "autoregressive": engine.options(mode="autoregressive", max_new_tokens=args.max_new_tokens)
     }
