@@ -253,11 +253,14 @@ class PricedSession:
         return self._inner.step(step_rows, candidates)
 
 
+NANO_IDS: dict[str, Any] = {"mask_id": 3, "eos_ids": (2, 0), "vocab_size": 768}
+TINY_IDS: dict[str, Any] = {"mask_id": MASK, "eos_ids": (), "vocab_size": VOCAB}
+
+
 def adaptive(
-    session: PricedSession, prompt: Sequence[int], options: DecodeOptions, times: StepTimesSeen, limit: int
+    session: PricedSession, prompt: Sequence[int], options: DecodeOptions, times: StepTimesSeen, limit: int, **ids: Any
 ) -> tuple[list[int], AdaptiveDecoder]:
-    common: dict[str, Any] = {"mask_id": 3, "eos_ids": (2, 0), "vocab_size": 768, "limit": limit}
-    decoder = AdaptiveDecoder(prompt, options, **common, times=times, clock=lambda: session.now)
+    decoder = AdaptiveDecoder(prompt, options, **ids, limit=limit, times=times, clock=lambda: session.now)
     return [t.id for t in drive(session, decoder)], decoder
 
 
@@ -265,16 +268,19 @@ def adaptive(
 def test_every_adaptive_token_is_either_modes_continuation(
     penalties: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With step times drawn at random, so that the mode changes anywhere, in the midst of blocks too."""
+    """With step times drawn at random, so that the mode changes anywhere, in the midst of blocks too. A random model's
+    two passes agree on nothing, so that each token is one mode's alone."""
     monkeypatch.setattr("clover.runtime.adaptive.PROBE_SHARE", 1)
     r = np.random.default_rng(0)
-    options = nano().options(mode="adaptive", block_size=8, max_new_tokens=60, **penalties)
-    session = PricedSession(nano().session, lambda previews: float(r.uniform(0.1, 8.0 if previews else 3.0)))
+    options = DecodeOptions(
+        **{"presence_penalty": 0.0, "repetition_penalty": 1.0, **penalties}, block_size=8, threshold=0.01
+    )
+    session = PricedSession(tiny(1), lambda previews: float(r.uniform(0.1, 4.0 if previews else 2.0)))
     times, changes, causal, filled = StepTimesSeen(), 0, 0, 0
-    for prompt in nano_prompts(3):
-        reply, decoder = adaptive(session, prompt, options, times, 60)
+    for prompt in ([5, 9, 2], [7] * 20, list(range(40))):
+        reply, decoder = adaptive(session, prompt, options, times, 60, **TINY_IDS)
         changes += decoder.changes
-        assert decoder.counts.response_tokens == len(reply)
+        assert decoder.counts.response_tokens == len(reply) == 60
         for i, token in enumerate(reply):
             if _continuation(prompt, reply[:i], replace(options, mode="autoregressive"), 1) == [token]:
                 causal += 1
@@ -284,17 +290,17 @@ def test_every_adaptive_token_is_either_modes_continuation(
             )
             assert any(b >= 0 and block[: i + 1 - b] == reply[b : i + 1] for b, block in blocks)
             filled += 1
-    assert changes >= 8 and causal and filled
+    assert changes >= 6 and causal > 10 and filled > 10
 
 
 def _continuation(prompt: Sequence[int], reply: Sequence[int], options: DecodeOptions, count: int) -> list[int]:
     """What one mode gives behind a reply so far, by a decoder that knows of no other."""
     so_far = Progress(reply, DecodeCounts(response_tokens=len(reply)), np.random.default_rng(0))
-    common: dict[str, Any] = {"eos_ids": (2, 0), "vocab_size": 768, "limit": len(reply) + count, "after": so_far}
+    common: dict[str, Any] = {"eos_ids": (), "vocab_size": VOCAB, "limit": len(reply) + count, "after": so_far}
     whole = [*prompt, *reply]
     if options.mode == "autoregressive":
-        return [t.id for t in drive(nano().session, AutoregressiveDecoder(whole, options, **common))]
-    return [t.id for t in drive(nano().session, FillDecoder(whole, options, mask_id=3, **common))]
+        return [t.id for t in drive(tiny(1), AutoregressiveDecoder(whole, options, **common))]
+    return [t.id for t in drive(tiny(1), FillDecoder(whole, options, mask_id=MASK, **common))]
 
 
 @pytest.mark.parametrize("price", [1.5, 5.0, 40.0])
@@ -308,9 +314,9 @@ def test_adaptive_is_about_as_fast_as_the_better_mode(price: float) -> None:
     session, times = PricedSession(nano().session, lambda previews: price if previews else 1.0), StepTimesSeen()
     options = nano().options(mode="adaptive", max_new_tokens=128)
     for prompt in prompts[:3]:
-        adaptive(session, prompt, options, times, 128)
+        adaptive(session, prompt, options, times, 128, **NANO_IDS)
     session.now = 0.0
-    tokens = sum(len(adaptive(session, p, options, times, 128)[0]) for p in prompts)
+    tokens = sum(len(adaptive(session, p, options, times, 128, **NANO_IDS)[0]) for p in prompts)
     assert session.now / tokens < 1.1 * min(spent.values())
 
 
