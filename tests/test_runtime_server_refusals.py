@@ -48,7 +48,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"stream": True, "stream_options": {"extra": 1}}, "stream_options.extra"),
     (CHAT, {"stream_denoise": True}, "stream_denoise"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type"),
     (CHAT, {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -86,7 +86,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"store": True}, "store"),
     (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include"),
     (RESPONSES, {"reasoning": {"effort": "high"}}, "reasoning.effort"),
-    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format.type"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
@@ -147,7 +147,7 @@ def test_clients_see_their_own_errors(server: RunningServer) -> None:
             client.chat.completions.create(
                 model="nano", messages=QUESTION, extra_body={"response_format": {"type": "json_object"}}
             )
-        assert bad.value.param == "response_format" and bad.value.request_id
+        assert bad.value.param == "response_format.type" and bad.value.request_id
         with pytest.raises(openai.NotFoundError) as unknown:
             client.chat.completions.create(model="other", messages=QUESTION)
         assert unknown.value.code == "model_not_found"

@@ -161,7 +161,8 @@ async def _check(request: Request, service: Service, parse: Callable[[Any, Servi
             log.info("prompt", extra={"fields": {"request_id": request.state.request_id, "body": body}})
         return parse(body, service)
 
-    return check() if len(raw) < LARGE_BODY else await asyncio.to_thread(check)
+    slow = len(raw) >= LARGE_BODY or b"json_schema" in raw
+    return await asyncio.to_thread(check) if slow else check()
 
 
 async def _answered(request: Request, service: Service, generation: Generation, answer: Awaitable[T]) -> T:

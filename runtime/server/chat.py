@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clover.runtime.decoder import StepEvent, TokenInfo
@@ -13,6 +13,7 @@ from clover.runtime.server import sse
 from clover.runtime.server.calls import Tools
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
+from clover.runtime.server.forms import chat_form
 from clover.runtime.server.generation import Choice, Ended, Generation, Piece, Usage
 from clover.runtime.server.parts import new_id
 from clover.runtime.server.request import (
@@ -66,13 +67,19 @@ def parse(body: Any, service: Service) -> ChatRequest:
     timeout = timeout_field(f, service.settings.request_timeout)
     use_cache = f.boolean("cache_prompt", True)
     messages = f.need("messages")
-    f.only("response_format", {"type": "text"}, why="replies are free text.")
+    form = chat_form(f)
     f.only("store", False, why="nothing is stored.")
     f.only("service_tier", "auto", "default", why="there is one tier.")
     f.only("modalities", ["text"], why="replies are text.")
     f.labels(*LABELS)
     f.close()
+    if form is not None and logprobs:
+        raise RequestError("logprobs", "logprobs can't be given where the reply follows a JSON schema.")
     try:
+        if form is not None:
+            filled = service.form_ask(messages, form, given, limit_name, tools, thinking)
+            ask = replace(filled, choices=choices, steps=steps, timeout=timeout, use_cache=use_cache)
+            return ChatRequest(ask, model, stream, include_usage, logprobs)
         options = service.engine.options(**given)
     except RequestError as error:
         raise renamed(error, {"max_new_tokens": limit_name, "logprobs": "top_logprobs"}) from None

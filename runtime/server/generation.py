@@ -58,7 +58,9 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class _Broken:
+class Broken:
+    """A choice ended before its reply did."""
+
     outcome: Outcome
 
 
@@ -71,8 +73,8 @@ class Generation:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece | Ended | _Broken] = asyncio.Queue()
-        self._seen: deque[Piece | Ended | _Broken] = deque()
+        self._queue: asyncio.Queue[Piece | Ended | Broken] = asyncio.Queue()
+        self._seen: deque[Piece | Ended | Broken] = deque()
         self._jobs: list[Job] = []
         self._open = 0
         self._prompts: dict[int, int] = {}  # choice → which prompt
@@ -87,7 +89,7 @@ class Generation:
         self._scheduler.submit(jobs)
         self._jobs = list(jobs)
 
-    def post(self, item: Piece | Ended | _Broken) -> None:
+    def post(self, item: Piece | Ended | Broken) -> None:
         """Hands an item over, from any thread."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
@@ -127,12 +129,12 @@ class Generation:
         """Waits for the first item, which iteration still gives, or for WAIT_SECONDS. Raises ApiError when a choice broke
         before it."""
         item = await self._next()
-        if isinstance(item, _Broken):
+        if isinstance(item, Broken):
             raise outcome_error(item.outcome)
         if item is not None:
             self._seen.append(item)
 
-    async def _next(self) -> Piece | Ended | _Broken | None:
+    async def _next(self) -> Piece | Ended | Broken | None:
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 return await self._queue.get()
@@ -148,12 +150,12 @@ class Generation:
         if not self._open:
             raise StopAsyncIteration
         item = self._seen.popleft() if self._seen else await self._next()
-        if isinstance(item, _Broken):
+        if isinstance(item, Broken):
             raise outcome_error(item.outcome)
         if isinstance(item, Ended):
             self._open -= 1
             self._usages[item.choice] = item.usage
-        elif item is not None and item.tokens and self.first_token is None:
+        elif item is not None and (item.tokens or item.events) and self.first_token is None:
             self.first_token = time.monotonic()
         return item
 
@@ -210,7 +212,7 @@ class ChoiceSink:
     def finish(self, outcome: Outcome) -> None:
         """See Sink."""
         if outcome != "done":
-            self._generation.post(_Broken(outcome))
+            self._generation.post(Broken(outcome))
             return
         *events, end = self._parser.finish(hit_limit=self._decoder.truncated)
         assert isinstance(end, Finished)

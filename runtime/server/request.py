@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clover.runtime.errors import RequestError
+from clover.runtime.forms.template import Form
 from clover.runtime.options import DecodeOptions
 from clover.runtime.server.calls import Tools
 from clover.runtime.server.fields import Fields
@@ -27,6 +28,7 @@ class Ask:
     prompt_field: str  # the request's field that holds the prompt, for messages
     choices: int = 1
     tools: Tools = field(default_factory=Tools)  # calls are looked for only when there are any
+    form: Form | None = None  # the reply fills it
     parse_thinking: bool = False
     starts_in_thinking: bool = False
     steps: bool = False  # tell of each denoise step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clover.runtime.errors import RequestError
@@ -13,6 +13,7 @@ from clover.runtime.server.calls import Tools
 from clover.runtime.server.chat import LABELS, stream_fields, token_limit, tool_choice
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
+from clover.runtime.server.forms import response_form
 from clover.runtime.server.generation import Ended, Generation, Usage
 from clover.runtime.server.parts import Move, Part, Parts, new_id
 from clover.runtime.server.request import (
@@ -58,30 +59,32 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     timeout = timeout_field(f, service.settings.request_timeout)
     use_cache = f.boolean("cache_prompt", True)
     metadata = f.take("metadata")
+    text_given = f.take("text")
+    text = Fields({} if text_given is None else text_given, "text")
+    form = response_form(text)
+    text.only("verbosity", "medium", why="verbosity can't be set.")
+    text.close()
     _refuse_the_rest(f)
+    called = tools if may_call else Tools()
     try:
-        options = service.engine.options(**given)
-        ids, opens_thinking = service.chat_prompt(messages, tools.shown if may_call else [], thinking, "input")
+        if form is not None:
+            ask = service.form_ask(messages, form, given, limit_name, called, thinking, "input")
+        else:
+            options = service.engine.options(**given)
+            ids, opens_thinking = service.chat_prompt(messages, called.shown, thinking, "input")
+            ask = Ask([ids], options, "input", tools=called, parse_thinking=True, starts_in_thinking=opens_thinking)
     except RequestError as error:
         raise renamed(error, {"max_new_tokens": limit_name, "messages": "input"}) from None
-    ask = Ask(
-        [ids],
-        options,
-        "input",
-        tools=tools if may_call else Tools(),
-        parse_thinking=True,
-        starts_in_thinking=opens_thinking,
-        timeout=timeout,
-        use_cache=use_cache,
-    )
+    ask = replace(ask, timeout=timeout, use_cache=use_cache)
     echo = {
         "instructions": instructions,
         "metadata": metadata or {},
+        "text": {"format": (text_given or {}).get("format") or {"type": "text"}},
         "tools": tools_given or [],
         "tool_choice": "auto" if may_call else "none",
         "parallel_tool_calls": not tools.one_call,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
+        "temperature": ask.options.temperature,
+        "top_p": ask.options.top_p,
         "max_output_tokens": given["max_new_tokens"],
     }
     return ResponseRequest(ask, model, stream, echo)
@@ -94,10 +97,6 @@ def _refuse_the_rest(f: Fields) -> None:
     f.only("truncation", "disabled", why="a conversation that is too long is refused, not shortened.")
     f.only("service_tier", "auto", "default", why="there is one tier.")
     f.only("include", [], why="nothing more can be included.")
-    text = f.object("text")
-    text.only("format", {"type": "text"}, why="replies are free text.")
-    text.only("verbosity", "medium", why="verbosity can't be set.")
-    text.close()
     f.labels(*(name for name in LABELS if name != "metadata"))
     f.close()
 
@@ -154,7 +153,6 @@ class ResponseBuilder:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": None,
             **request.echo,

@@ -10,18 +10,23 @@ from typing import Any
 from clover.engines.open import choose_provider
 from clover.runtime.clover import Clover
 from clover.runtime.errors import BundleError, RequestError
+from clover.runtime.forms.decoder import FormDecoder
+from clover.runtime.forms.template import Form
+from clover.runtime.forms.vocabulary import Vocabulary
 from clover.runtime.options import DecodeOptions
 from clover.runtime.scheduler.job import Job
 from clover.runtime.scheduler.scheduler import DrainingError, QueueFullError, Scheduler
+from clover.runtime.server.calls import Tools
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
+from clover.runtime.server.forms import FormSink, check_length, form_options
 from clover.runtime.server.generation import ChoiceSink, Generation
 from clover.runtime.server.metrics import Metrics
 from clover.runtime.server.request import Ask
 from clover.runtime.server.settings import ServeSettings
 from clover.runtime.text.chat_template import ChatTemplate
 from clover.runtime.text.reply import ReplyParser
-from clover.runtime.text.tokenizer import Tokenizer
+from clover.runtime.text.tokenizer import Tokenizer, check_prompt
 
 
 class Service:
@@ -36,6 +41,8 @@ class Service:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.model_names = settings.model_name or (engine.bundle.manifest.model.name,)
         self.created = int(time.time())
+        manifest = engine.bundle.manifest
+        self._vocabulary = Vocabulary(self.tokenizer, manifest.config.vocab_size, manifest.excluded_token_ids)
         self.metrics = Metrics()
         self.scheduler = Scheduler(
             engine.session,
@@ -111,6 +118,12 @@ class Service:
         options = ask.options
         if options.seed is not None and n:
             options = replace(options, seed=(options.seed + n) % 2**63)
+        rows = {"least_rows": least_rows(options), "deadline": deadline, "cacheable": ask.use_cache}
+        if ask.form is not None:
+            filling = self.form_decoder(prompt, ask.form, options)
+            owner = FormSink(generation, choice, filling, ask.form, steps=ask.steps)
+            owner.job = Job(filling, prompt, owner, **rows)  # type: ignore[arg-type]
+            return owner.job
         decoder = self.engine.decoder(prompt, options, ask.prompt_field)
         parser = ReplyParser(
             self.tokenizer,
@@ -129,10 +142,54 @@ class Service:
             thinking=ask.starts_in_thinking,
             tools=ask.tools,
         )
-        sink.job = Job(
-            decoder, prompt, sink, least_rows=least_rows(options), deadline=deadline, cacheable=ask.use_cache
-        )
+        sink.job = Job(decoder, prompt, sink, **rows)  # type: ignore[arg-type]
         return sink.job
+
+    def form_decoder(self, prompt: Sequence[int], form: Form, options: DecodeOptions) -> FormDecoder:
+        """A decoder that fills a form. Raises RequestError for a form that can't be spelled in tokens."""
+        manifest = self.engine.bundle.manifest
+        return FormDecoder(
+            prompt,
+            form,
+            options,
+            self._vocabulary,
+            mask_id=manifest.mask_token_id,
+            eos_ids=manifest.eos_token_ids,
+            vocab_size=manifest.config.vocab_size,
+        )
+
+    def form_ask(
+        self,
+        messages: Any,
+        form: Form,
+        given: Mapping[str, Any],
+        limit_name: str,
+        tools: Tools,
+        thinking: bool | None,
+        field: str = "messages",
+    ) -> Ask:
+        """A chat answered by a form. Raises RequestError for what can't go together with one."""
+        if tools.shown:
+            raise RequestError(
+                "tools", "tools can't be given together with a JSON schema for the reply; leave one out."
+            )
+        if thinking:
+            raise RequestError(
+                "enable_thinking", "enable_thinking must be false where the reply follows a JSON schema."
+            )
+        template = self.engine.template
+        if template is not None and template.supports_thinking:
+            thinking = False
+        options = self.engine.options(**form_options(given))
+        ids, opens_thinking = self.chat_prompt(messages, [], thinking, field)
+        if opens_thinking:
+            raise RequestError(
+                form.field, f"{form.field} can't be followed: this bundle's chat template always opens <think>."
+            )
+        check_prompt(ids, self.engine.bundle.manifest.mask_token_id, field)
+        room = self.engine.session.max_context - len(ids)
+        check_length(self.form_decoder(ids, form, options), form, room, given.get("max_new_tokens"), limit_name)
+        return Ask([ids], options, field, form=form)
 
 
 def least_rows(options: DecodeOptions) -> int:
