@@ -12,7 +12,7 @@ import pytest
 from serve_support import RunningServer, nano, nano_slots
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "op": {"enum": ["assign", "dispatch", "set_radius"]},
