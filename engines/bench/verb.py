@@ -26,13 +26,36 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply in tokens.")] = 128,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="URL URL", help="Compare two servers by what they get right.")
+    ] = None,
+    cases: Annotated[Path | None, typer.Option(help="JSON lines: prompt, and exact, regex, json or script.")] = None,
+    runs: Annotated[int, typer.Option(help="Times each case is asked of each server.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 120.0,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The comparison's .html report.")] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="Where answers are written down; the same path goes on with a broken-off run.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a bundle in all its modes."""
+    """Measure a bundle in all its modes, or two servers by what they get right."""
     from clover.engines.bench.command import bench_engine, render
 
+    if compare is not None:
+        from clover.engines.bench.comparison import compare_servers
+
+        if bundle is not None:
+            raise CloverError("--compare asks servers and a bundle is none; give one of them.")
+        if cases is None:
+            raise CloverError("--compare needs --cases; give a JSON lines file.")
+        told = compare_servers(compare, cases, ledger, out, runs=runs, timeout=timeout, max_tokens=max_new_tokens)
+        print_json(told[0]) if as_json else print(told[1])
+        return
+    for name, value in (("cases", cases), ("ledger", ledger), ("out", out)):
+        if value is not None:
+            raise CloverError(f"--{name} acts on a comparison; give --compare URL URL as well.")
     if bundle is None:
-        raise CloverError("bench needs a bundle; give its path.")
+        raise CloverError("bench needs a bundle, or --compare with two servers; give its path.")
     result = bench_engine(
         bundle,
         prompts,

@@ -1,0 +1,72 @@
+"""One question to a server that speaks the chat completions API, over the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from clover.engines.bench.cases import Case
+
+
+class DeadServerError(Exception):
+    """Nobody answers at the address: it says nothing about the speed of the server."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text None: the server refused or broke off, `error` says how."""
+
+    text: str | None
+    seconds: float
+    tokens: int | None
+    error: str | None
+
+
+def ask(url: str, model: str, case: Case, *, timeout: float, max_tokens: int) -> Answer:
+    """Asks once. Raises DeadServerError when no connection can be made."""
+    body = {"model": model, "messages": case.messages, "max_tokens": case.max_tokens or max_tokens, "stream": False}
+    began = time.perf_counter()
+    try:
+        reply = _call(f"{url}/v1/chat/completions", body, timeout)
+        seconds = time.perf_counter() - began
+        text = reply["choices"][0]["message"].get("content") or ""
+        usage = reply.get("usage") or {}
+        return Answer(str(text), seconds, usage.get("completion_tokens"), None)
+    except urllib.error.HTTPError as error:
+        return Answer(None, time.perf_counter() - began, None, f"status {error.code}")
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            return Answer(None, time.perf_counter() - began, None, "timeout")
+        raise DeadServerError(str(error.reason)) from None
+    except TimeoutError:
+        return Answer(None, time.perf_counter() - began, None, "timeout")
+    except (ConnectionError, http.client.HTTPException, socket.gaierror) as error:
+        raise DeadServerError(str(error) or type(error).__name__) from None
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return Answer(None, time.perf_counter() - began, None, "not a chat completion")
+
+
+def find_model(url: str, timeout: float) -> str:
+    """The first model that a server lists. Raises DeadServerError; `default` where it lists none."""
+    try:
+        listed = _call(f"{url}/v1/models", None, timeout)
+        return str(listed["data"][0]["id"])
+    except urllib.error.HTTPError:
+        return "default"
+    except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
+        raise DeadServerError(str(getattr(error, "reason", error))) from None
+    except (KeyError, IndexError, TypeError, ValueError):
+        return "default"
+
+
+def _call(url: str, body: Any, timeout: float) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as reply:
+        return json.load(reply)

@@ -1,0 +1,42 @@
+"""`clover bench --compare`: the verb's work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clover.engines.bench.cases import read_cases
+from clover.engines.bench.ledger import compare
+from clover.engines.bench.report import render_html, render_text
+from clover.runtime.errors import CloverError
+
+
+def compare_servers(
+    urls: tuple[str, str],
+    cases: Path,
+    ledger: Path | None,
+    out: Path | None,
+    *,
+    runs: int,
+    timeout: float,
+    max_tokens: int,
+) -> tuple[dict[str, Any], str]:
+    """Compares, writes the report, and returns the result as JSON data and as text. Raises CloverError."""
+    if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
+        raise CloverError(f"--out {out} must end in .html and lie in a directory that exists; give another path.")
+    if not 0 < timeout <= 86_400:
+        raise CloverError(f"--timeout is {timeout:g}; it must be above 0 and at most 86400 seconds.")
+    read, digest = read_cases(cases)
+    book = ledger or cases.with_suffix(".ledger.jsonl")
+    if not book.parent.is_dir():
+        raise CloverError(f"--ledger {book}: {book.parent} is not a directory; create it or give another path.")
+    result = compare(urls, read, digest, book, runs=runs, timeout=timeout, max_tokens=max_tokens)
+    if out is not None:
+        work = out.with_name(f".{out.name}.partial")
+        try:
+            work.write_text(render_html(result), encoding="utf-8")
+            work.replace(out)
+        except OSError as error:
+            work.unlink(missing_ok=True)
+            raise CloverError(f"--out {out} can't be written ({error.strerror}); give another path.") from None
+    return {**result.to_json(), "ledger": str(book)}, render_text(result)
