@@ -238,3 +238,5 @@ def test_the_exact_test_is_the_binomial_one() -> None:
     d = paired_difference([(True, False)] * 1 + [(False, True)] * 9 + [(True, True)] * 5)
     assert d is not None and d.p == pytest.approx(2 * 11 / 1024)
     assert paired_difference([]) is None
+    same = paired_difference([(True, True)] * 40)
+    assert same is not None and same.difference == 0 and same.low == pytest.approx(-0.0467, abs=1e-3) == -same.high

@@ -22,7 +22,7 @@ def wilson(successes: int, trials: int, z: float = Z95) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Of pairs (the same case and run on both): second's share of successes minus first's, with a 95 % interval.
+    """Of pairs (the same case and run on both): second's share of successes minus first's, with a 95 % interval (Agresti and Min).
 
     p: two-sided exact binomial test of the pairs that differ (McNemar); 1 when none does.
     """
@@ -43,9 +43,11 @@ def paired_difference(pairs: Sequence[tuple[bool, bool]]) -> PairedDifference | 
         return None
     first, second = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
     difference = (second - first) / n
-    error = math.sqrt(max(first + second - (second - first) ** 2 / n, 0.0)) / n
+    # Agresti and Min: half a pair more of each kind, so that the interval does not shrink to nothing where none differs
+    more, left, right = n + 2, first + 0.5, second + 0.5
+    centre = (right - left) / more
+    half = Z95 * math.sqrt(left + right - (right - left) ** 2 / more) / more
+    low, high = min(centre - half, difference), max(centre + half, difference)
     apart = first + second
     tail = sum(math.comb(apart, k) for k in range(min(first, second) + 1)) / 2**apart
-    return PairedDifference(
-        n, first, second, difference, max(-1.0, difference - Z95 * error), min(1.0, difference + Z95 * error), min(1.0, 2 * tail)
-    )  # fmt: skip
+    return PairedDifference(n, first, second, difference, max(-1.0, low), min(1.0, high), min(1.0, 2 * tail))
