@@ -58,7 +58,8 @@ def response_form(text: Fields) -> Form | None:
 
 
 def _form(f: Fields) -> Form:
-    f.labels("name", "description")
+    f.text("name")
+    f.text("description")
     f.boolean("strict")  # a form always is
     form = form_of_schema(f.need("schema"), f.path("schema"))
     f.close()
