@@ -63,6 +63,11 @@ class RowPenalties:
             np.concatenate([rest.bias, self._bias]),
         )
 
+    @property
+    def constant(self) -> bool:
+        """Whether every row has the step's adjustment."""
+        return not len(self._ids)
+
     def row(self, candidates: Candidates, row: int, count: int) -> Candidates:
         """One row's `count` best candidates under the penalties as the state now has them."""
         ids, scores, logprobs = candidates.ids[row], candidates.scores[row], candidates.logprobs[row]

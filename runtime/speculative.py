@@ -225,9 +225,11 @@ class SpeculativeDecoder:
         self.counts.drafted += length - 1
         fresh: list[TokenInfo] = []
         last: TokenInfo | None = None
+        plain = penalties.constant and self._options.temperature == 0.0 and not self._options.logprobs
         for row in range(length):
             self._penalties.at_length(self.counts.response_tokens)
-            last = self._choose(penalties.row(candidates, row, self._best))
+            # most often no penalty changes along the rows, and the graph's own best is the choice
+            last = self._choose(candidates, row) if plain else self._choose(penalties.row(candidates, row, self._best))
             if last is None:
                 break
             fresh.append(last)
@@ -251,10 +253,13 @@ class SpeculativeDecoder:
             self._feed.extend([*kept, last.id])
         return events
 
-    def _choose(self, candidates: Candidates) -> TokenInfo | None:
-        """The next token of the reply from its causal logits [1, K], as the autoregressive decoder chooses it."""
+    def _choose(self, candidates: Candidates, row: int = 0) -> TokenInfo | None:
+        """The next token of the reply from its causal logits, as the autoregressive decoder chooses it.
+
+        Above temperature 0 `candidates` holds one row.
+        """
         if self._options.temperature == 0.0:
-            ids, logprobs = candidates.ids[:, 0], candidates.logprobs[:, 0]
+            ids, logprobs = candidates.ids[row], candidates.logprobs[row]
         else:
             ids, logprobs = sample_tokens(candidates, self._options, self._uniforms.take())
         token = int(ids[0])
@@ -266,7 +271,7 @@ class SpeculativeDecoder:
         self._penalties.add([token])
         if self.counts.response_tokens >= self._limit:
             self._done = self._truncated = True
-        extra = alternatives(candidates, 0, self._options.logprobs)
+        extra = alternatives(candidates, row, self._options.logprobs)
         return TokenInfo(token, float(logprobs[0]), self.counts.steps, extra)
 
 
