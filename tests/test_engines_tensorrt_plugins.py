@@ -60,14 +60,15 @@ class Registered:
         heads = c.linear_num_value_heads
         state = (S, heads, c.linear_key_head_dim, c.linear_value_head_dim)
         conv, taps = c.conv_channels, c.linear_conv_kernel_dim
-        return {
+        shapes: dict[str, list[tuple[int, ...]]] = {
             GDN.name: [
                 (S, T, conv), (S, T, heads), (S, T, heads), (S, taps - 1, conv), state, (conv, taps), (conv, taps - 1),
                 *[(heads,)] * 5, (S,), (S,),
             ],
             ROUTING.name: [(S, T, c.num_experts), (S,), (S,), (S,)],
             EXPERTS.name: [(S * T, c.hidden_size), (S * T, c.num_experts), (4, c.num_experts)],
-        }[op.name]  # fmt: skip
+        }  # fmt: skip
+        return shapes[op.name]
 
     def plugin(self, op: PluginOp) -> Any:
         """A plugin as it comes out of an engine file: made from what the node's own plugin writes into it."""
@@ -87,7 +88,12 @@ class Registered:
 def registered() -> Iterator[Registered]:
     bundle = gpu_bundle("5070ti", "int4")
     driver, launches = StandInDriver(), []
-    driver.cuLaunchKernel = lambda *a: (launches.append(a), (0,))[1]  # type: ignore[attr-defined]
+
+    def launch(*arguments: Any) -> tuple[int]:
+        launches.append(arguments)
+        return (0,)
+
+    driver.cuLaunchKernel = launch  # type: ignore[attr-defined]
     driver.cuCtxSetCurrent(1)
     host = make_host(check_parts(bundle), driver)
     creators = register(trt, OPERATORS, host)
