@@ -84,7 +84,8 @@ def build_target(request: BuildRequest, progress: Progress = lambda what, done, 
                 "--sequences, --resident-experts and --host-memory are for GPU engines; leave them out with --gpu cpu."
             )
         return build_bundle(request, progress)
-    from clover.engines.tensorrt.target import DEFAULT_HOST_MEMORY, GpuBuild
+    from clover.engines.planner.plan import DEFAULT_HOST_MEMORY
+    from clover.engines.tensorrt.target import GpuBuild
 
     ram = DEFAULT_HOST_MEMORY if request.host_memory is None else parse_size(request.host_memory, "--host-memory")
     build = GpuBuild(gpu, request.sequences, request.resident_experts, ram, kernel_cache=request.kernel_cache)
