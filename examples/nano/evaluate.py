@@ -144,7 +144,9 @@ def main() -> None:
     a.add_argument("checkpoint", type=Path)
     a.add_argument("--count", type=int, default=100)
     a.add_argument("--threshold", type=float, default=0.95)
+    a.add_argument("--threads", type=int, default=1)
     args = a.parse_args()
+    torch.set_num_threads(args.threads)
     model, tokenizer = load(args.checkpoint)
     for task in data.TASKS_BY_NAME:
         print(f"{task}: {score(model, tokenizer, task, args.count, args.threshold)}", flush=True)
