@@ -25,7 +25,7 @@ Respond = Callable[[str], Any]  # the prompt -> an answer, or a status
 
 
 @contextmanager
-def server(respond: Respond) -> Iterator[tuple[str, list[str]]]:
+def server(respond: Respond, key: str | None = None) -> Iterator[tuple[str, list[str]]]:
     """A server of chat completions on a free port, and the prompts it was asked."""
     asked: list[str] = []
 
@@ -34,6 +34,9 @@ def server(respond: Respond) -> Iterator[tuple[str, list[str]]]:
             self._send(200, {"data": [{"id": "fake"}]})
 
         def do_POST(self) -> None:
+            if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
+                self._send(401, {"error": {}})
+                return
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             prompt = body["messages"][-1]["content"]
             asked.append(prompt)
@@ -164,6 +167,13 @@ def test_errors_are_failures_with_a_name(cases: Path) -> None:
         result = run((good, bad), cases)
     assert result["servers"][1]["errors"] == {"status 503": 2} and result["servers"][1]["successes"] == 8
     assert result["difference"]["only_first"] == 2 and result["difference"]["only_second"] == 0
+
+
+def test_a_key_is_sent_to_servers_that_ask_for_one(cases: Path) -> None:
+    with server(RIGHT.__getitem__, "secret") as (a, _), server(RIGHT.__getitem__, "secret") as (b, _):
+        assert run((a, b), cases, ledger=cases.parent / "1")["servers"][0]["errors"] == {"status 401": 10}
+        assert run((a, b), cases, ledger=cases.parent / "2", key="secret")["servers"][1]["successes"] == 10
+        assert "secret" not in (cases.parent / "2").read_text()
 
 
 @pytest.mark.parametrize(

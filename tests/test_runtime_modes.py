@@ -154,6 +154,50 @@ def test_nothing_is_redone_when_all_of_a_draft_was_right(monkeypatch: pytest.Mon
     assert decoder.counts.steps == 1 + 96 // 8
 
 
+def test_streams_stop_where_the_autoregressive_stream_stops() -> None:
+    messages = [{"role": "user", "content": "Parse the dispatch: Send UAV7 to Cedar, priority high."}]
+    whole = nano().chat(messages, mode="autoregressive").text
+    for start in range(0, len(whole) - 5, 7):
+        stop = whole[start : start + 4]
+        plain, drafted = (nano().chat(messages, mode=m, stop=[stop]) for m in ("autoregressive", "self-speculative"))
+        assert (
+            (drafted.text, drafted.stop_string) == (plain.text, stop) == (whole[: whole.index(stop)], plain.stop_string)
+        )
+        assert [t.id for t in drafted.tokens] == [t.id for t in plain.tokens]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 500),
+    limit=st.integers(1, 70),
+    drawn=DRAWN,
+    penalties=PENALTIES,
+    length=st.sampled_from([1, 33, 257]),
+)
+def test_adaptive_replies_end_where_they_must(
+    seed: int, limit: int, drawn: dict[str, Any], penalties: dict[str, Any], length: int
+) -> None:
+    """Whatever the times, the limit and the options: as many tokens as asked for, steps in order, counts that agree."""
+    r = np.random.default_rng(seed)
+    ramp = LengthRamp(8, 40, 4.0)
+    options = DecodeOptions(
+        mode="adaptive", seed=seed, block_size=8, logprobs=2, length_ramp=ramp, **penalties, **drawn
+    )
+    session = PricedSession(tiny(seed % 3), lambda previews: float(r.uniform(0.1, 4.0 if previews else 2.0)))
+    decoder = AdaptiveDecoder(
+        [int(t) for t in r.integers(0, MASK, length)],
+        options,
+        **TINY_IDS,
+        limit=limit,
+        times=StepTimesSeen(),
+        clock=lambda: session.now,
+    )
+    tokens = drive(session, decoder)
+    assert decoder.truncated and len(tokens) == decoder.counts.response_tokens == limit
+    assert all(t.id != MASK and t.logprob <= 1e-6 and len(t.alternatives) == 2 for t in tokens)
+    assert min(t.step for t in tokens) >= 1 and max(t.step for t in tokens) <= decoder.counts.steps
+
+
 def test_speculative_jobs_share_steps_with_others() -> None:
     session = nano_session(3)
     scheduler = Scheduler(session, cache_bytes=2**26)

@@ -28,12 +28,12 @@ class Answer:
     error: str | None
 
 
-def ask(url: str, model: str, case: Case, *, timeout: float, max_tokens: int) -> Answer:
+def ask(url: str, model: str, case: Case, *, timeout: float, max_tokens: int, key: str | None = None) -> Answer:
     """Asks once. Raises DeadServerError when no connection can be made."""
     body = {"model": model, "messages": case.messages, "max_tokens": case.max_tokens or max_tokens, "stream": False}
     began = time.perf_counter()
     try:
-        reply = _call(f"{url}/v1/chat/completions", body, timeout)
+        reply = _call(f"{url}/v1/chat/completions", body, timeout, key)
         seconds = time.perf_counter() - began
         text = reply["choices"][0]["message"].get("content") or ""
         usage = reply.get("usage") or {}
@@ -52,10 +52,10 @@ def ask(url: str, model: str, case: Case, *, timeout: float, max_tokens: int) ->
         return Answer(None, time.perf_counter() - began, None, "not a chat completion")
 
 
-def find_model(url: str, timeout: float) -> str:
+def find_model(url: str, timeout: float, key: str | None = None) -> str:
     """The first model that a server lists. Raises DeadServerError; `default` where it lists none."""
     try:
-        listed = _call(f"{url}/v1/models", None, timeout)
+        listed = _call(f"{url}/v1/models", None, timeout, key)
         return str(listed["data"][0]["id"])
     except urllib.error.HTTPError:
         return "default"
@@ -65,8 +65,10 @@ def find_model(url: str, timeout: float) -> str:
         return "default"
 
 
-def _call(url: str, body: Any, timeout: float) -> Any:
+def _call(url: str, body: Any, timeout: float, key: str | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    if key is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {key}")
     with urllib.request.urlopen(request, timeout=timeout) as reply:
         return json.load(reply)

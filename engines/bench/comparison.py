@@ -20,6 +20,7 @@ def compare_servers(
     runs: int,
     timeout: float,
     max_tokens: int,
+    key: str | None = None,
 ) -> tuple[dict[str, Any], str]:
     """Compares, writes the report, and returns the result as JSON data and as text. Raises CloverError."""
     if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
@@ -30,7 +31,7 @@ def compare_servers(
     book = ledger or cases.with_suffix(".ledger.jsonl")
     if not book.parent.is_dir():
         raise CloverError(f"--ledger {book}: {book.parent} is not a directory; create it or give another path.")
-    result = compare(urls, read, digest, book, runs=runs, timeout=timeout, max_tokens=max_tokens)
+    result = compare(urls, read, digest, book, runs=runs, timeout=timeout, max_tokens=max_tokens, key=key)
     if out is not None:
         work = out.with_name(f".{out.name}.partial")
         try:

@@ -120,6 +120,7 @@ def compare(
     runs: int,
     timeout: float,
     max_tokens: int,
+    key: str | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
@@ -136,7 +137,7 @@ def compare(
     dead: list[str | None] = [None, None]
     for server, url in enumerate(urls):
         try:
-            models[server] = find_model(url, timeout)
+            models[server] = find_model(url, timeout, key)
         except DeadServerError as error:
             dead[server] = str(error)
     failed, r, done = [0, 0], random.Random(seed), 0
@@ -150,7 +151,7 @@ def compare(
                     continue
                 try:
                     answer = ask(
-                        urls[server], models[server] or "default", case, timeout=timeout, max_tokens=max_tokens
+                        urls[server], models[server] or "default", case, timeout=timeout, max_tokens=max_tokens, key=key
                     )
                 except DeadServerError as error:
                     failed[server] += 1

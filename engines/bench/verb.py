@@ -36,6 +36,8 @@ def bench(
     ledger: Annotated[
         Path | None, typer.Option(help="Where answers are written down; the same path goes on with a broken-off run.")
     ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that both servers ask for.")] = None,
+    provider: Annotated[str | None, typer.Option(help="tensorrt, cpu or cuda; default what the bundle is for.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a bundle in all its modes, or two servers by what they get right."""
@@ -48,10 +50,12 @@ def bench(
             raise CloverError("--compare asks servers and a bundle is none; give one of them.")
         if cases is None:
             raise CloverError("--compare needs --cases; give a JSON lines file.")
-        told = compare_servers(compare, cases, ledger, out, runs=runs, timeout=timeout, max_tokens=max_new_tokens)
+        told = compare_servers(
+            compare, cases, ledger, out, runs=runs, timeout=timeout, max_tokens=max_new_tokens, key=api_key
+        )
         print_json(told[0]) if as_json else print(told[1])
         return
-    for name, value in (("cases", cases), ("ledger", ledger), ("out", out)):
+    for name, value in (("cases", cases), ("ledger", ledger), ("out", out), ("api-key", api_key)):
         if value is not None:
             raise CloverError(f"--{name} acts on a comparison; give --compare URL URL as well.")
     if bundle is None:
@@ -59,7 +63,7 @@ def bench(
     result = bench_engine(
         bundle,
         prompts,
-        {"max_context": max_context, "threads": threads},
+        {"max_context": max_context, "threads": threads, "provider": provider},
         modes=mode or (),
         thresholds=threshold or (),
         block_sizes=block_size or (),

@@ -27,6 +27,7 @@ def trace(
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")] = False,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    provider: Annotated[str | None, typer.Option(help="tensorrt, cpu or cuda; default what the bundle is for.")] = None,
 ) -> None:
     """Draw how a reply developed: blocks, confidence, experts and time."""
     from clover.engines.trace.command import trace_command
@@ -38,5 +39,7 @@ def trace(
         "coreset_top_p": coreset_top_p,
         "max_new_tokens": max_new_tokens,
     }
-    traced = trace_command(bundle, prompt, out, options, {"max_context": max_context, "threads": threads}, raw=raw)
+    traced = trace_command(
+        bundle, prompt, out, options, {"max_context": max_context, "threads": threads, "provider": provider}, raw=raw
+    )
     print(f"{out}: {len(traced.tokens)} tokens, {len(traced.steps)} steps, {len(traced.blocks)} blocks")
