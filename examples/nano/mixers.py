@@ -1,6 +1,6 @@
 """Token mixers: gated delta net and attention, each with a causal pass (`commit`) and a block preview.
 
-Formulas: docs/ARCHITECTURE.md ("Two passes over one set of weights") and Qwen3.5-MoE in transformers.
+Formulas: tests/oracle/oracle.py (an independent float64 form) and Qwen3.5-MoE in transformers.
 Letters in shape comments: N rows, T columns, C = T / 32 chunks, J previewed blocks, B = 32, H heads, D head size.
 """
 

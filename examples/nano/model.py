@@ -1,6 +1,6 @@
 """The nano Clover in PyTorch: a causal pass and a block-preview pass over one set of weights, for training.
 
-Formulas: docs/ARCHITECTURE.md, "Two passes over one set of weights". Batches are packed rows, see batch.py.
+Formulas: tests/oracle/oracle.py. Batches are packed rows, see batch.py.
 """
 
 from __future__ import annotations
