@@ -27,7 +27,7 @@ from clover.runtime.errors import CloverError
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Progress = Callable[[str, int], None]
-WORKERS = os.cpu_count() or 1
+WORKERS = (os.cpu_count() or 1) + 2  # two more than cores, so that some read and write while the others quantise
 WEIGHTS_AT_ONCE = 2**21  # of a piece of a dense matrix
 STORE_FORMAT = "1"  # layouts of store_plan.py; an unfinished store of another format starts over
 
