@@ -88,6 +88,7 @@ class RoutingSession(OrtSession):
         self._given = [f"layers.{n}.{what}" for n in range(layers) for what in ("routing", "router_logits")]
         self._top_k = top_k
         self.touched: list[npt.NDArray[np.int64]] = []  # per step with previews [layers, 2]: used, free
+        self.masks: list[npt.NDArray[np.bool_]] = []  # per step with previews [layers, experts]: used
 
     def _bind(self, *shape: int) -> Any:
         binding = super()._bind(*shape)
@@ -102,13 +103,15 @@ class RoutingSession(OrtSession):
         if preview.start < preview.stop:
             binding = next(reversed(self._bindings.values()))  # the one just used
             values = [v.numpy() for v in binding.io.get_outputs()[-len(self._given) :]]
-            counts = []
+            counts, masks = [], []
             for routing, router in zip(values[::2], values[1::2], strict=True):
                 experts = routing.shape[-1]
                 used = routing.reshape(-1, experts)[preview] > USED  # [rows, E]
                 free = np.argsort(-router.reshape(-1, experts)[preview], axis=1, kind="stable")[:, : self._top_k]
-                counts.append((int(used.any(axis=0).sum()), len(np.unique(free))))
+                masks.append(used.any(axis=0))
+                counts.append((int(masks[-1].sum()), len(np.unique(free))))
             self.touched.append(np.array(counts))
+            self.masks.append(np.stack(masks))
         return out
 
 
