@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from clover.runtime.errors import CloverError
-from clover.runtime.server import chat, completions, messages, responses, sse
+from clover.runtime.server import chat, completions, fill, messages, responses, sse
 from clover.runtime.server.body import parse_json, read_body
 from clover.runtime.server.errors import ApiError, api_error
 from clover.runtime.server.generation import Generation, collect
@@ -85,6 +85,20 @@ def _add_generating(app: FastAPI, service: Service) -> None:
             return await _streamed(request, service, generation, responses.stream(asked, generation))
         return _json(await _answered(request, service, generation, responses.whole(asked, generation)))
 
+    @app.post("/v1/fill")
+    async def fill_form(request: Request) -> Response:
+        asked = await _check(request, service, fill.parse_fill, slow=True)
+        generation = service.start(asked.ask)
+        (choice,) = await _answered(request, service, generation, collect(generation))
+        return _json(fill.whole(asked, choice, generation.usage))
+
+    @app.post("/v1/decide")
+    async def decide(request: Request) -> Response:
+        asked = await _check(request, service, fill.parse_decide, slow=True)
+        generation = service.start(asked.ask)
+        (choice,) = await _answered(request, service, generation, collect(generation))
+        return _json(fill.whole(asked, choice, generation.usage))
+
     @app.post("/v1/messages")
     async def make_message(request: Request) -> Response:
         asked = await _check(request, service, messages.parse)
@@ -151,8 +165,8 @@ def _add_plain(app: FastAPI, service: Service) -> None:
 # -- plumbing ------------------------------------------------------------------------------------
 
 
-async def _check(request: Request, service: Service, parse: Callable[[Any, Service], T]) -> T:
-    """The checked request. A long one is tokenised in a thread, so that the others' streams go on meanwhile."""
+async def _check(request: Request, service: Service, parse: Callable[[Any, Service], T], *, slow: bool = False) -> T:
+    """The checked request. A long or `slow` one (a form) is read in a thread, so that the others' streams go on."""
     raw = await read_body(request, service.settings.max_body_mb * 2**20)
 
     def check() -> T:
@@ -161,7 +175,7 @@ async def _check(request: Request, service: Service, parse: Callable[[Any, Servi
             log.info("prompt", extra={"fields": {"request_id": request.state.request_id, "body": body}})
         return parse(body, service)
 
-    slow = len(raw) >= LARGE_BODY or b"json_schema" in raw
+    slow = slow or len(raw) >= LARGE_BODY or b"json_schema" in raw
     return await asyncio.to_thread(check) if slow else check()
 
 

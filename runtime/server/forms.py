@@ -13,7 +13,7 @@ from clover.runtime.forms.schema import form_of_schema
 from clover.runtime.forms.template import Form, Hole
 from clover.runtime.scheduler.job import Job, Outcome
 from clover.runtime.server.fields import Fields
-from clover.runtime.server.generation import Broken, Ended, Generation, Piece, Usage
+from clover.runtime.server.generation import Broken, Ended, FormValues, Generation, Piece, Usage
 from clover.runtime.text.stream_parser import ContentDelta
 
 # values of other options that a form honours by itself: it is greedy
@@ -105,8 +105,11 @@ class FormSink:
         if outcome != "done":
             self._generation.post(Broken(outcome))
             return
-        filled = {slot.name: slot.text for slot in self._decoder.slots}
-        text = "".join(filled[part.name] if isinstance(part, Hole) else part for part in self._form.parts)
+        slots = {slot.name: slot for slot in self._decoder.slots}
+        text = "".join(slots[part.name].text if isinstance(part, Hole) else part for part in self._form.parts)
+        values = {name: slot.value for name, slot in slots.items()}
+        confidences = {name: slot.confidence for name, slot in slots.items()}
+        form = FormValues(self._form.assemble(values), values, confidences)
         self._generation.post(Piece(self._choice, [ContentDelta(text)], ()))
         counts = self._decoder.counts
         usage = Usage(
@@ -116,4 +119,4 @@ class FormSink:
             blocks=counts.blocks,
             steps=counts.steps,
         )
-        self._generation.post(Ended(self._choice, "stop", None, usage))
+        self._generation.post(Ended(self._choice, "stop", None, usage, form))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from clover.runtime.decoder import DecodeEvent, Decoder, StepEvent, TokenInfo
 from clover.runtime.scheduler.job import Job, Outcome
@@ -48,6 +49,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class FormValues:
+    """What a form's holes hold, and how sure the model was of each. `value` is the form's result, a JSON value."""
+
+    value: Any
+    values: Mapping[str, Any]
+    confidences: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The end of one choice."""
 
@@ -55,6 +65,7 @@ class Ended:
     reason: FinishReason
     stop_string: str | None
     usage: Usage
+    form: FormValues | None = None
 
 
 @dataclass(frozen=True, slots=True)

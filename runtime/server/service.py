@@ -82,7 +82,6 @@ class Service:
 
     def start(self, ask: Ask) -> Generation:
         """Queues a request. Raises RequestError, or ApiError 429 or 503."""
-        context = self.engine.session.max_context
         generation = Generation(self.scheduler)
         seconds = min(self.settings.request_timeout, ask.timeout or self.settings.request_timeout)
         jobs: list[Job] = []
@@ -92,9 +91,7 @@ class Service:
                 "n", f"n asks for {len(ask.prompts) * ask.choices} replies at once; this server holds {room}."
             )
         for prompt in ask.prompts:
-            if len(prompt) >= context:
-                message = f"{ask.prompt_field} has {len(prompt)} tokens; this server's context holds {context}, reply included."
-                raise ApiError(400, message, ask.prompt_field, "context_length_exceeded")
+            self._check_context(prompt, ask.prompt_field)
             for n in range(ask.choices):
                 jobs.append(self._job(ask, prompt, n, len(jobs), generation, time.monotonic() + seconds))
         try:
@@ -111,6 +108,12 @@ class Service:
                 503, "the server takes no more requests; it is shutting down.", code="shutdown", retry_after=5
             ) from None
         return generation
+
+    def _check_context(self, prompt: Sequence[int], field: str) -> None:
+        context = self.engine.session.max_context
+        if len(prompt) >= context:
+            message = f"{field} has {len(prompt)} tokens; this server's context holds {context}, reply included."
+            raise ApiError(400, message, field, "context_length_exceeded")
 
     def _job(
         self, ask: Ask, prompt: Sequence[int], n: int, choice: int, generation: Generation, deadline: float
@@ -187,6 +190,7 @@ class Service:
                 form.field, f"{form.field} can't be followed: this bundle's chat template always opens <think>."
             )
         check_prompt(ids, self.engine.bundle.manifest.mask_token_id, field)
+        self._check_context(ids, field)
         room = self.engine.session.max_context - len(ids)
         check_length(self.form_decoder(ids, form, options), form, room, given.get("max_new_tokens"), limit_name)
         return Ask([ids], options, field, form=form)
