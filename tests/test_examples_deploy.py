@@ -155,7 +155,8 @@ def last(name: str) -> str:
 def test_the_images_command_serves_and_its_probe_tells(tmp_path: Path) -> None:
     port = free_port()
     (tmp_path / "keys").write_text(KEY + "\n")
-    binary, *arguments = [*json.loads(last("ENTRYPOINT")), *json.loads(last("CMD"))]
+    command: list[str] = json.loads(last("ENTRYPOINT")) + json.loads(last("CMD"))
+    binary, *arguments = command
     assert binary == "clover" and last("USER") not in ("", "0", "root")
     assert arguments[arguments.index("--host") + 1] == "0.0.0.0", "Docker forwards to the container's address"
     at = {

@@ -54,7 +54,7 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-@schema.parametrize()
+@schema.parametrize()  # type: ignore[untyped-decorator]
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_replies_and_refusals_are_as_specified(case: Any, server: RunningServer) -> None:
     if case.meta.generation.mode.is_positive:
