@@ -29,14 +29,12 @@ from clover.exporter.prequantized import (
     read_format,
 )  # fmt: skip
 from clover.exporter.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorInfo
+from clover.exporter.shards import listed, open_shards
 from clover.runtime.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 IGNORED_PREFIXES = ("mtp.", "visual.", "model.mtp.", "model.visual.")
-MAX_LISTED = 20
 CHUNK_BYTES = 16 * 2**20  # converted at a time, so that only one float32 copy of a tensor exists
 CHECKED = 2**18  # numbers checked at a time, so that the temporary fits the cache
 SAMPLE_BYTES = 2048
@@ -138,7 +136,7 @@ class Checkpoint:
         """
         directory = Path(directory)
         config = config or ModelConfig.load(directory)
-        files = _open_files(directory)
+        files = open_shards(directory)
         stored, problems = _canonical(files)
         packed: dict[str, PackedMatrix] = {}
         rest: dict[str, _Stored | PackedMatrix] = dict(stored)
@@ -155,7 +153,7 @@ class Checkpoint:
             )
         problems += _mismatches(config, rest)
         if problems:
-            raise _listed(f"The tensors of {directory} do not make the model that its config.json describes", problems)
+            raise listed(f"The tensors of {directory} do not make the model that its config.json describes", problems)
         checkpoint = cls(directory, config, stored, packed, form)
         if config.tie_word_embeddings and HEAD in rest:
             checkpoint._check_tied_head()
@@ -362,43 +360,6 @@ def _widen(values: npt.NDArray[Any]) -> Floats:
         return values.astype(np.float32, copy=False)
 
 
-def _open_files(directory: Path) -> list[SafetensorsFile]:
-    """Every shard that the index names, or the single file. Raises CheckpointError."""
-    index_path, single = directory / INDEX, directory / SINGLE
-    if not index_path.exists():
-        if single.exists():
-            return [SafetensorsFile(single)]
-        others = sorted(path.name for path in directory.glob("*.safetensors"))
-        found = f"only {', '.join(others[:3])}{' …' * (len(others) > 3)}" if others else "no .safetensors file at all"
-        raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX} ({found}); download the missing file.")
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f"{index_path} has no weight_map of tensor names to files; download it again.")
-    shards = sorted(set(weight_map.values()))
-    if wrong := [s for s in shards if Path(s).name != s or "\\" in s or not s.endswith(".safetensors")]:
-        raise CheckpointError(f"{index_path} names the shard {wrong[0]!r}, which is no .safetensors file beside it.")
-    if single.exists() and SINGLE not in shards:
-        raise CheckpointError(f"{directory} holds both {SINGLE} and {INDEX}, two checkpoints; remove one of them.")
-    if missing := [s for s in shards if not (directory / s).exists()]:
-        raise _listed(
-            f"{len(missing)} of {len(shards)} shards that {index_path} names are not there (still downloading?)",
-            missing,
-        )
-    files = {s: SafetensorsFile(directory / s) for s in shards}
-    holders = {name: s for s, file in files.items() for name in file.tensors}
-    problems = [
-        f"{name} should be in {shard} but is {'in ' + holders[name] if name in holders else 'in none of the shards'}"
-        for name, shard in weight_map.items()
-        if name not in files[shard].tensors
-    ]
-    problems += [
-        f"{name} is in {shard} but not in the index" for name, shard in holders.items() if name not in weight_map
-    ]
-    if problems:
-        raise _listed(f"{index_path} and its shards disagree", problems)
-    return list(files.values())
-
-
 def _canonical(files: Sequence[SafetensorsFile]) -> tuple[dict[str, _Stored], list[str]]:
     """Tensors by prefix-free name, and a problem for each name that occurs twice."""
     stored: dict[str, _Stored] = {}
@@ -467,8 +428,3 @@ def _in_stored_layout(
         for expert in range(config.num_experts):
             out |= {f"{base}{expert}.{p}_proj.weight": s for p, s in rows.items()}
     return out
-
-
-def _listed(what: str, items: Sequence[str]) -> CheckpointError:
-    more = f"; and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
-    return CheckpointError(f"{what}: {'; '.join(items[:MAX_LISTED])}{more}.")

@@ -17,9 +17,10 @@ from oracle_support import load_oracle, tiny_checkpoint
 from safetensors.numpy import load_file, save_file
 
 from clover.exporter import checkpoint as module
-from clover.exporter.checkpoint import INDEX, Checkpoint, expected_tensors
+from clover.exporter.checkpoint import Checkpoint, expected_tensors
 from clover.exporter.config import ModelConfig
 from clover.exporter.safetensors_file import SafetensorsFile
+from clover.exporter.shards import INDEX
 from clover.runtime.errors import CheckpointError
 
 EXPERTS = "model.layers.1.mlp.experts."
