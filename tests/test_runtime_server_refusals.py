@@ -82,6 +82,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": [[1], "a"]}, "prompt"),
     (TEXT, {"prompt": ""}, "prompt"),
     (TEXT, {"prompt": "a<|mask|>"}, "prompt"),
+    (RESPONSES, {"metadata": 3}, "metadata"),
     (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
     (RESPONSES, {"store": True}, "store"),
     (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include"),

@@ -58,7 +58,9 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     messages = input_messages(f.need("input"), instructions)
     timeout = timeout_field(f, service.settings.request_timeout)
     use_cache = f.boolean("cache_prompt", True)
-    metadata = f.take("metadata")
+    metadata = f.take("metadata")  # repeated in the response, so clients must be able to read it back
+    if not isinstance(metadata, dict | None):
+        raise f.refuse("metadata", "must be an object.")
     text_given = f.take("text")
     text = Fields({} if text_given is None else text_given, "text")
     form = response_form(text)
