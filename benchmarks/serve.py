@@ -4,8 +4,10 @@
 
 - overhead: one client's streamed replies over HTTP against the same replies from the library, in turns
 - throughput: 1 to 16 clients at once, tokens a second against one client
+- share of the engine: one client's requests, split into the time inside the engine's steps and all the rest
 - agent trace: ten turns whose prompt grows, time to the first token with the conversation cache and without
 
+A bundle without a tokenizer gets a made-up one and prompts of token ids, and only the share of the engine is measured.
 Trust the ratios, not the seconds.
 """
 
@@ -40,8 +42,21 @@ NEVER_ENDS = {0: -100.0, 2: -100.0}
 @contextmanager
 def serving(bundle: Path, threads: int, *flags: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
     """A client of a server in a process of its own, and that process."""
-    command = [sys.executable, "-m", "clover.cli", "serve", str(bundle), "--port", "0", "--threads", str(threads)]
-    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "clover.cli",
+        "serve",
+        str(bundle),
+        "--port",
+        "0",
+        "--threads",
+        str(threads),
+        *flags,
+    ]
+    if not has_tokenizer(bundle):
+        command = [sys.executable, __file__, str(bundle), "--threads", str(threads), "--serve"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"at (http://\S+)", line):
@@ -80,6 +95,75 @@ def ask(client: httpx.Client, messages: list[dict[str, str]], **fields: Any) -> 
                 text += chunk["choices"][0]["delta"]["content"]
             usage = chunk.get("usage") or usage
     return {"first": first or 0.0, "total": time.perf_counter() - began, "text": text, "usage": usage}
+
+
+def has_tokenizer(bundle: Path) -> bool:
+    return (bundle / "tokenizer" / "tokenizer.json").is_file()
+
+
+def serve_made_up(bundle: Path, threads: int) -> None:
+    """Serves a bundle that has no tokenizer, with one whose tokens spell their numbers."""
+    from tokenizers import Tokenizer as RawTokenizer
+    from tokenizers import decoders, models, pre_tokenizers
+
+    from clover.runtime.server.load import load_engine
+    from clover.runtime.server.serve import listen, run_server
+    from clover.runtime.server.settings import ServeSettings
+    from clover.runtime.text.tokenizer import Tokenizer
+
+    settings = ServeSettings(port=0, slots=1, threads=threads, cache_mb=0)
+    listener = listen(settings)
+    loaded = load_engine(bundle, settings)
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names += [f"{i}," for i in range(loaded.bundle.manifest.config.vocab_size - len(names))]
+    raw = RawTokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    run_server(Clover(loaded.bundle, loaded.session, Tokenizer(raw), None), settings, listener)
+
+
+def engine_share(bundle: Path, threads: int, repeats: int) -> list[dict[str, Any]]:
+    """One client's streamed requests: seconds in all and inside the engine's steps, by how many steps a reply takes."""
+    prompt = [300 + i for i in range(64)]
+    kinds: list[dict[str, Any]] = [
+        {"mode": "autoregressive", "max_tokens": 16},
+        {"mode": "fill", "threshold": 1.0, "max_tokens": 16},  # a token a step
+        {"mode": "fill", "threshold": 1e-9, "max_tokens": 64},  # a block a step: the least engine a token
+    ]
+    rows: list[dict[str, Any]] = []
+    with serving(bundle, threads, "--cache-mb", "0", "--slots", "1") as (client, _):
+
+        def engine_seconds() -> float:
+            time.sleep(0.05)  # a step is counted when its tokens are out
+            found = re.search(r"^clover_engine_seconds_total (\S+)", client.get("/metrics").text, re.MULTILINE)
+            assert found
+            return float(found[1])
+
+        for kind in kinds:
+            body = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **kind}
+            seen: list[tuple[float, float]] = []
+            for turn in range(repeats + 1):
+                usage: dict[str, Any] = {}
+                before, began = engine_seconds(), time.perf_counter()
+                with client.stream("POST", "/v1/completions", json=body) as response:
+                    for line in response.iter_lines():
+                        if line.startswith("data: {"):
+                            usage = json.loads(line[6:]).get("usage") or usage
+                total = time.perf_counter() - began
+                if turn:  # the first one warms up
+                    seen.append((total, engine_seconds() - before))
+            rest = median([1 - engine / total for total, engine in seen])
+            rows.append(
+                {
+                    **kind,
+                    "tokens": usage["completion_tokens"],
+                    "steps": usage["steps"],
+                    "total": median([total for total, _ in seen]),
+                    "rest_ms": 1000 * median([total - engine for total, engine in seen]),
+                    "rest_share": rest,
+                }
+            )
+    return rows
 
 
 def median(values: list[float]) -> float:
@@ -178,8 +262,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-
+    if given.serve:
+        serve_made_up(given.bundle, given.threads)
+        return
+    share = engine_share(given.bundle, given.threads, given.repeats)
+    print("mode             tokens  steps  a request  beside the engine")
+    for row in share:
+        shown = f"{row['mode']:15} {row['tokens']:7} {row['steps']:6} {1000 * row['total']:7.0f} ms"
+        print(f"{shown} {row['rest_ms']:7.1f} ms = {100 * row['rest_share']:.1f} %")
+    if not has_tokenizer(given.bundle):
+        if given.json:
+            given.json.write_text(json.dumps({"engine_share": share}, indent=1) + "\n")
+        return
+    print()
     cost = overhead(given.bundle, given.threads, given.repeats)
     print(
         f"library {1000 * cost['library']:.1f} ms, server {1000 * cost['server']:.1f} ms a reply: x{cost['ratio']:.3f}"
@@ -202,7 +299,9 @@ def main() -> None:
     whole = [sum(row[name] for row in trace) for name in ("with", "without")]
     print(f"all turns: {whole[0] / whole[1]:.2f} of the time to the first token")
     if given.json:
-        given.json.write_text(json.dumps({"overhead": cost, "throughput": load, "trace": trace}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({"engine_share": share, "overhead": cost, "throughput": load, "trace": trace}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class StepReport:
     """One step, for metrics."""
 
     seconds: float
+    engine_seconds: float  # of them, those inside the session
     sequences: int
     rows: int  # real rows, without padding
 
@@ -209,15 +210,18 @@ class Scheduler:
         began = time.perf_counter()
         try:
             plans: list[SequenceRows] = [job.plan(slot, limit) for slot, job in jobs]
-            results = self._session.step(plans, max(job.decoder.candidates for _, job in jobs))
+            candidates = max(job.decoder.candidates for _, job in jobs)
+            planned = time.perf_counter()
+            results = self._session.step(plans, candidates)
+            engine_seconds = time.perf_counter() - planned
         except Exception:  # whose fault it was can't be told, and the state of every slot is in doubt
             log.exception("a step failed")
             for slot, job in jobs:
                 self._end(slot, job, "error")
             return
-        for (slot, job), rows, candidates in zip(jobs, plans, results, strict=True):
+        for (slot, job), rows, result in zip(jobs, plans, results, strict=True):
             try:
-                stopped = job.sink.push(job.accept(rows, candidates))
+                stopped = job.sink.push(job.accept(rows, result))
                 if job.at_border:
                     self._keep(slot, job)
             except Exception:
@@ -228,7 +232,7 @@ class Scheduler:
                 self._end(slot, job, "done")
         if self._on_step:
             seconds = time.perf_counter() - began
-            self._on_step(StepReport(seconds, len(jobs), sum(len(rows.tokens) for rows in plans)))
+            self._on_step(StepReport(seconds, engine_seconds, len(jobs), sum(len(rows.tokens) for rows in plans)))
 
     def _keep(self, slot: int, job: Job) -> None:
         """Keeps the slot's state: it holds exactly the tokens the job has committed."""

@@ -23,6 +23,7 @@ class Metrics:
         self._seconds = Histogram("clover_request_seconds", "Request to last byte.", buckets=_SECONDS, registry=r)
         self._first = Histogram("clover_first_token_seconds", "Request to first token.", buckets=_SECONDS, registry=r)
         self._step = Histogram("clover_step_seconds", "One step of the engine.", buckets=_SECONDS, registry=r)
+        self._engine = Counter("clover_engine_seconds", "Steps, only the time inside the engine.", registry=r)
         self._step_sequences = Counter("clover_step_sequences", "Sequences in all steps.", registry=r)
         self._step_rows = Counter("clover_step_rows", "Rows in all steps, without padding.", registry=r)
         self._prompt = Counter("clover_prompt_tokens", "Prompt tokens of finished requests.", registry=r)
@@ -37,6 +38,7 @@ class Metrics:
 
     def step(self, report: StepReport) -> None:
         self._step.observe(report.seconds)
+        self._engine.inc(report.engine_seconds)
         self._step_sequences.inc(report.sequences)
         self._step_rows.inc(report.rows)
 

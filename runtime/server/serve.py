@@ -8,10 +8,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clover.runtime.errors import CloverError
 from clover.runtime.server.settings import ServeSettings, load_settings
+
+if TYPE_CHECKING:
+    from clover.runtime.clover import Clover
 
 log = logging.getLogger("clover.server")
 MOST_CONNECTIONS = 2000  # more are answered 503 before they cost anything
@@ -32,18 +35,26 @@ def serve_command(bundle: Path, config: Path | None, key_file: Path | None, flag
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise CloverError(
             f"serving needs the package {error.name}; install them with `pip install 'clover-deploy[serve]'`."
         ) from None
     _log_as_json()
-    listener = _listen(settings)
-    from clover.runtime.server.app import create_app
+    listener = listen(settings)
     from clover.runtime.server.load import load_engine
+
+    run_server(load_engine(bundle, settings), settings, listener)
+
+
+def run_server(engine: Clover, settings: ServeSettings, listener: socket.socket) -> None:
+    """Serves a loaded model until a signal tells it to stop."""
+    import uvicorn
+
+    from clover.runtime.server.app import create_app
     from clover.runtime.server.service import Service
 
-    service = Service(load_engine(bundle, settings), settings)
+    service = Service(engine, settings)
     options = uvicorn.Config(
         create_app(service),
         log_config=None,
@@ -71,7 +82,7 @@ def serve_command(bundle: Path, config: Path | None, key_file: Path | None, flag
     Server(options).run(sockets=[listener])
 
 
-def _listen(settings: ServeSettings) -> socket.socket:
+def listen(settings: ServeSettings) -> socket.socket:
     """Binds before the model is loaded, so that a taken port is told at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
