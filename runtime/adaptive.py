@@ -21,6 +21,7 @@ from clover.runtime.autoregressive import AutoregressiveDecoder
 from clover.runtime.decoder import DecodeCounts, DecodeEvent, Progress, TokensEvent
 from clover.runtime.fill import FillDecoder
 from clover.runtime.options import DecodeOptions
+from clover.runtime.penalties import Endings
 from clover.runtime.session import Candidates, SequenceRows
 
 PROBE_SHARE = 32  # autoregressive tokens for each one that a try of fill costs; doubled each time it loses
@@ -97,7 +98,7 @@ class AdaptiveDecoder:
         eos_ids: Sequence[int],
         vocab_size: int,
         limit: int,
-        ending_ids: Sequence[int] = (),
+        thinking_ids: tuple[int, int] | None = None,
         times: StepTimesSeen,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -109,10 +110,11 @@ class AdaptiveDecoder:
             "eos_ids": eos_ids,
             "vocab_size": vocab_size,
             "limit": limit,
-            "ending_ids": ending_ids,
+            "thinking_ids": thinking_ids,
         }
         self._response: list[int] = []
-        self._progress = Progress(self._response, self.counts, np.random.default_rng(options.seed))
+        thinks = Endings(tuple(eos_ids), thinking_ids).thinks_after(prompt)
+        self._progress = Progress(self._response, self.counts, np.random.default_rng(options.seed), thinks)
         self._stretch = 1
         self._left = 0  # autoregressive tokens until fill is tried
         self._block_steps = self._fill_blocks = self._fill_steps = self._fill_tokens = 0

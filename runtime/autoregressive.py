@@ -9,7 +9,7 @@ import numpy as np
 from clover.runtime.decoder import DecodeCounts, DecodeEvent, Progress, PromptFeed, TokenInfo, TokensEvent
 from clover.runtime.fill import alternatives
 from clover.runtime.options import DecodeOptions
-from clover.runtime.penalties import PenaltyState
+from clover.runtime.penalties import Endings, PenaltyState
 from clover.runtime.select import candidates_needed, choose_tokens
 from clover.runtime.session import Candidates, SequenceRows
 
@@ -25,16 +25,18 @@ class AutoregressiveDecoder:
         eos_ids: Sequence[int],
         vocab_size: int,
         limit: int,
-        ending_ids: Sequence[int] = (),
+        thinking_ids: tuple[int, int] | None = None,
         after: Progress | None = None,
     ) -> None:
-        """`limit`: most response tokens. `after`: another decoder began the reply; `prompt` then holds the tokens that
+        """`limit`: most response tokens. `thinking_ids`: of `<think>` and `</think>`. `after`: another decoder began the reply; `prompt` then holds the tokens that
         are not committed yet."""
         self.counts = after.counts if after else DecodeCounts(prompt_tokens=len(prompt))
         self._options, self._eos, self._limit = options, frozenset(eos_ids), limit
         self._rng = after.rng if after else np.random.default_rng(options.seed)
-        self._penalties = PenaltyState(options, ending_ids or eos_ids)
+        endings = Endings(tuple(eos_ids), thinking_ids)
+        self._penalties = PenaltyState(options, endings, thinks=after.thinks if after else endings.thinks_after(prompt))
         self._penalties.add(after.response if after else ())
+        self._penalties.follow(after.response if after else ())
         self._candidates = candidates_needed(options, vocab_size)
         self._feed = PromptFeed(list(prompt))
         self._done = self._truncated = self._asked = False
@@ -87,6 +89,7 @@ class AutoregressiveDecoder:
             return []
         self.counts.response_tokens += 1
         self._penalties.add([token])
+        self._penalties.follow([token])
         self._feed.extend([token])
         if self.counts.response_tokens >= self._limit:
             self._done = self._truncated = True

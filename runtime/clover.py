@@ -243,7 +243,12 @@ class Clover:
                 f"{field} has {len(prompt)} tokens and the context holds {self.session.max_context}, reply included; shorten it.",
             )
         limit = min(options.max_new_tokens or room, room)
-        common = {"eos_ids": manifest.eos_token_ids, "vocab_size": config.vocab_size, "limit": limit}
+        common = {
+            "eos_ids": manifest.eos_token_ids,
+            "vocab_size": config.vocab_size,
+            "limit": limit,
+            "thinking_ids": self._thinking_ids(),
+        }
         if options.mode == "autoregressive":
             return AutoregressiveDecoder(prompt, options, **common)  # type: ignore[arg-type]
         if options.mode == "self-speculative":
@@ -252,6 +257,13 @@ class Clover:
             times = self._step_times.setdefault((options.block_size, options.threshold), StepTimesSeen())
             return AdaptiveDecoder(prompt, options, mask_id=manifest.mask_token_id, times=times, **common)  # type: ignore[arg-type]
         return FillDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
+
+    def _thinking_ids(self) -> tuple[int, int] | None:
+        """Ids of `<think>` and `</think>`, where the tokenizer has them as tokens."""
+        if self.tokenizer is None:
+            return None
+        opens, closes = (self.tokenizer.find_token_id(marker) for marker in ("<think>", "</think>"))
+        return None if opens is None or closes is None else (opens, closes)
 
     def close(self) -> None:
         """Frees the engine. Harmless when closed already."""

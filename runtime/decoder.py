@@ -67,6 +67,7 @@ class Progress:
     response: Sequence[int]
     counts: DecodeCounts
     rng: np.random.Generator
+    thinks: bool = False  # the prompt opened thinking
 
 
 class Decoder(Protocol):

@@ -13,7 +13,7 @@ import numpy as np
 
 from clover.runtime.decoder import DecodeCounts, DecodeEvent, Progress, PromptFeed, StepEvent, TokenInfo, TokensEvent
 from clover.runtime.options import DecodeOptions
-from clover.runtime.penalties import PenaltyState
+from clover.runtime.penalties import Endings, PenaltyState
 from clover.runtime.select import candidates_needed, choose_tokens, positions_to_fill
 from clover.runtime.session import Candidates, SequenceRows
 
@@ -30,7 +30,7 @@ class FillDecoder:
         eos_ids: Sequence[int],
         vocab_size: int,
         limit: int,
-        ending_ids: Sequence[int] = (),
+        thinking_ids: tuple[int, int] | None = None,
         after: Progress | None = None,
     ) -> None:
         """`limit`: most response tokens (max_new_tokens, or what the context leaves). `after`: another decoder began
@@ -39,8 +39,10 @@ class FillDecoder:
         self.choose_positions = positions_to_fill  # benchmarks put another rule here
         self._options, self._mask_id, self._eos, self._limit = options, mask_id, frozenset(eos_ids), limit
         self._rng = after.rng if after else np.random.default_rng(options.seed)
-        self._penalties = PenaltyState(options, ending_ids or eos_ids)
+        endings = Endings(tuple(eos_ids), thinking_ids)
+        self._penalties = PenaltyState(options, endings, thinks=after.thinks if after else endings.thinks_after(prompt))
         self._penalties.add(after.response if after else ())
+        self._penalties.follow(after.response if after else ())
         self.asks_causal = False  # also ask for the logits of the last committed row
         self.causal: Candidates | None = None  # and what they were, for the block that is developed
         self._candidates = candidates_needed(options, vocab_size)
@@ -192,6 +194,7 @@ class FillDecoder:
 
     def _next_block(self) -> None:
         self._feed.extend(self._block.tolist())
+        self._penalties.follow([info.id for info in self._info if info is not None])  # without the prompt's tail
         self._before += len(self._block)
         self._block = np.full(len(self._block), self._mask_id, np.int64)
         self._masked[:] = True

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from clover.runtime.options import DecodeOptions
-from clover.runtime.penalties import PenaltyState
+from clover.runtime.penalties import Endings, PenaltyState
 from clover.runtime.session import Adjustment, Candidates, Ints
 
 
-def changing_most(options: DecodeOptions, rows: int, ending_ids: Sequence[int]) -> int:
+def changing_most(options: DecodeOptions, rows: int, endings: Endings) -> int:
     """Most ids whose adjustment changes along `rows` rows: what to add to the candidates of one row."""
     penalised = options.presence_penalty != 0.0 or options.frequency_penalty != 0.0 or options.repetition_penalty != 1.0
-    return (rows if penalised else 0) + (len(set(ending_ids)) if options.length_ramp else 0)
+    return (rows if penalised else 0) + (len(endings.ids) if options.length_ramp else 0)
 
 
 class RowPenalties:
@@ -32,7 +32,7 @@ class RowPenalties:
         options: DecodeOptions,
         tokens: Sequence[int],
         response_tokens: int,
-        ending_ids: Sequence[int],
+        endings: Endings,
     ) -> None:
         """`state` and `response_tokens` stand for what is before the step's second row: `tokens[0]` is counted."""
         self._state = state
@@ -40,9 +40,10 @@ class RowPenalties:
         ramp = 0.0
         if options.length_ramp:
             ends = [options.length_ramp.bias(response_tokens + n) for n in (0, len(tokens))]
-            ramp = max(ends)
-            if ends[0] != ends[1]:
-                changing |= set(ending_ids)
+            ramp = max(*ends, 0.0)
+            turns = any(ends) and not set(tokens[1:]).isdisjoint(endings.thinking or ())  # what it raises changes
+            if ends[0] != ends[1] or turns:
+                changing |= endings.ids
         self._ids: Ints = np.array(sorted(changing), np.int64)
         if not len(self._ids):
             self.adjustment = state.adjustment()
@@ -52,9 +53,9 @@ class RowPenalties:
         self._scale = min(1.0, options.repetition_penalty)
         bias = []
         for token in self._ids.tolist():
-            _, now = state.of(token, ramp=ramp)
-            fixed = float(options.logit_bias.get(token, 0.0)) + (ramp if token in ending_ids else 0.0)
-            bias.append(max(now, fixed) + reward)
+            _, now = state.of(token, ramp=0.0)
+            fixed = float(options.logit_bias.get(token, 0.0))
+            bias.append(max(now, fixed) + reward + (ramp if token in endings.ids else 0.0))
         self._bias = np.array(bias, np.float32)
         rest = state.without(self._ids.tolist())
         self.adjustment = Adjustment(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from clover.runtime.decoder import DecodeCounts, DecodeEvent, PromptFeed, StepEvent, TokenInfo, TokensEvent
 from clover.runtime.fill import alternatives
 from clover.runtime.options import DecodeOptions
-from clover.runtime.penalties import PenaltyState
+from clover.runtime.penalties import Endings, PenaltyState
 from clover.runtime.row_penalties import RowPenalties, changing_most
 from clover.runtime.select import candidates_needed, sample_tokens
 from clover.runtime.session import Candidates, Floats, Ints, SequenceRows
@@ -58,15 +58,15 @@ class SpeculativeDecoder:
         eos_ids: Sequence[int],
         vocab_size: int,
         limit: int,
-        ending_ids: Sequence[int] = (),
+        thinking_ids: tuple[int, int] | None = None,
     ) -> None:
         self.counts = DecodeCounts(prompt_tokens=len(prompt))
         self._options, self._mask_id, self._eos, self._limit = options, mask_id, frozenset(eos_ids), limit
-        self._ending = tuple(ending_ids or eos_ids)
-        self._penalties = PenaltyState(options, self._ending)
+        self._endings = Endings(tuple(eos_ids), thinking_ids)
+        self._penalties = PenaltyState(options, self._endings, thinks=self._endings.thinks_after(prompt))
         self._uniforms = Uniforms(options.seed)
         self._best = candidates_needed(options, vocab_size)  # candidates of one row
-        self._candidates = min(vocab_size, self._best + changing_most(options, options.block_size, self._ending))
+        self._candidates = min(vocab_size, self._best + changing_most(options, options.block_size, self._endings))
         self._feed = PromptFeed(list(prompt))
         self._undo = self._done = self._truncated = False
         self._asks_last = False  # the last committed row's logits are wanted: they give the draft's first token
@@ -202,7 +202,7 @@ class SpeculativeDecoder:
         draft = self._block[:length]
         self._penalties.at_length(self.counts.response_tokens)
         penalties = RowPenalties(
-            self._penalties, self._options, draft.tolist(), self.counts.response_tokens, self._ending
+            self._penalties, self._options, draft.tolist(), self.counts.response_tokens, self._endings
         )
         # a draft that is likely right: the same run previews the block behind it, as threshold fill does
         self._ahead = self._all_right and length == size and length + size <= max_rows
@@ -269,6 +269,7 @@ class SpeculativeDecoder:
             return None
         self.counts.response_tokens += 1
         self._penalties.add([token])
+        self._penalties.follow([token])
         if self.counts.response_tokens >= self._limit:
             self._done = self._truncated = True
         extra = alternatives(candidates, row, self._options.logprobs)

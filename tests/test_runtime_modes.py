@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from clover.runtime.decoder import DecodeCounts, Decoder, Progress, TokenInfo, T
 from clover.runtime.errors import RequestError
 from clover.runtime.fill import FillDecoder
 from clover.runtime.loop import StepTimes, decode
-from clover.runtime.options import DecodeOptions, LengthRamp
+from clover.runtime.options import MODES, DecodeOptions, LengthRamp, Mode
 from clover.runtime.scheduler.scheduler import Scheduler
 from clover.runtime.session import Candidates, SequenceRows, StepSession
 from clover.runtime.speculative import SpeculativeDecoder
@@ -48,10 +49,15 @@ def drive(session: StepSession, decoder: Decoder) -> list[TokenInfo]:
 
 
 def both(
-    session: StepSession, prompt: Sequence[int], options: DecodeOptions, eos: Sequence[int], limit: int
+    session: StepSession,
+    prompt: Sequence[int],
+    options: DecodeOptions,
+    eos: Sequence[int],
+    limit: int,
+    thinking: tuple[int, int] | None = None,
 ) -> SpeculativeDecoder:
     """Asserts that both modes give the same reply, token by token; returns the self-speculative decoder."""
-    common: dict[str, Any] = {"eos_ids": eos, "vocab_size": VOCAB, "limit": limit}
+    common: dict[str, Any] = {"eos_ids": eos, "vocab_size": VOCAB, "limit": limit, "thinking_ids": thinking}
     plain = AutoregressiveDecoder(prompt, options, **common)
     drafting = SpeculativeDecoder(prompt, options, mask_id=MASK, **common)
     with pytest.MonkeyPatch.context() as patch:
@@ -91,6 +97,7 @@ DRAWN = st.sampled_from(
     ends=st.booleans(),
     ramp=st.sampled_from([None, LengthRamp(4, 12, 6.0), LengthRamp(2, 3, -3.0)]),
     logprobs=st.sampled_from([0, 3]),
+    thinking=st.sampled_from([None, (5, 9), (9, 5)]),
 )
 def test_random_models_say_the_same(
     penalties: dict[str, Any],
@@ -102,6 +109,7 @@ def test_random_models_say_the_same(
     ends: bool,
     ramp: LengthRamp | None,
     logprobs: int,
+    thinking: tuple[int, int] | None,
 ) -> None:
     """Drafts of random models are nearly always wrong: every cycle takes its commit back."""
     options = DecodeOptions(
@@ -109,7 +117,7 @@ def test_random_models_say_the_same(
     )
     prompt = [int(t) for t in np.random.default_rng(seed).integers(0, MASK, length)]
     eos = tuple(range(20, 30)) if ends else ()
-    both(tiny(seed % 3), prompt, options, eos, limit)
+    both(tiny(seed % 3), prompt, options, eos, limit, thinking)
 
 
 def test_drafts_that_repeat_themselves_are_penalised_row_by_row() -> None:
@@ -123,6 +131,74 @@ def test_drafts_that_repeat_themselves_are_penalised_row_by_row() -> None:
             )
             kept += both(tiny(seed % 3), [seed, 7, 9], options, (), 60).counts.accepted
     assert kept > 100
+
+
+def test_drafts_that_open_and_close_thinking_are_verified_row_by_row() -> None:
+    """What the ramp raises changes within drafts that are kept."""
+    kept = turns = 0
+    for seed in range(12):
+        opens, closes, other = (int(t) for t in np.random.default_rng(seed).choice(300, 3, replace=False))
+        for ramp in (LengthRamp(0, 30, 3.0), LengthRamp(0, 1, 2.0), LengthRamp(0, 40, -4.0)):
+            # the ramp decides between markers and endings that are liked about equally
+            options = DecodeOptions(
+                logit_bias={opens: 60.0, closes: 60.0, other: 60.0},
+                block_size=8,
+                length_ramp=ramp,
+                frequency_penalty=(0.0, 0.05)[seed % 2],
+                presence_penalty=0.0,
+                repetition_penalty=1.0,
+            )
+            prompt = [7, opens, 9] if seed % 3 else [7, 9]
+            decoder = both(tiny(seed % 3), prompt, options, (315,), 40, (opens, closes))
+            reply = drive(
+                tiny(seed % 3),
+                AutoregressiveDecoder(
+                    prompt, options, eos_ids=(315,), vocab_size=VOCAB, limit=40, thinking_ids=(opens, closes)
+                ),
+            )
+            kept += decoder.counts.accepted
+            turns += sum(t.id == opens and u.id == closes for t, u in itertools.pairwise(reply))
+    assert kept > 100 and turns > 20
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("opened", ["by the template", "by the reply", "never", "in an earlier turn"])
+def test_the_length_ramp_closes_thinking_before_it_ends_the_reply(mode: Mode, opened: str) -> None:
+    """One `</think>` where thinking is open, then the end; neither comes without the ramp."""
+    opens, closes, eos = 5, 9, 20
+
+    def reply(ramp: LengthRamp | None, *unliked: int) -> tuple[list[int], Decoder]:
+        prompt = {"by the template": [7, closes, opens, 8], "in an earlier turn": [7, opens, eos, 8]}.get(
+            opened, [7, 8]
+        )
+        options = DecodeOptions(
+            mode=mode, block_size=8, length_ramp=ramp, logit_bias=dict.fromkeys(unliked, -100.0), presence_penalty=2.0
+        )
+        common: dict[str, Any] = {"eos_ids": (eos,), "vocab_size": VOCAB, "limit": 60, "thinking_ids": (opens, closes)}
+        session, decoder = PricedSession(tiny(0), lambda previews: 1.0), None
+        if mode == "autoregressive":
+            decoder = AutoregressiveDecoder(prompt, options, **common)
+        elif mode == "adaptive":
+            times, clock = StepTimesSeen(), lambda: session.now
+            decoder = AdaptiveDecoder(prompt, options, mask_id=MASK, times=times, clock=clock, **common)
+        else:
+            made = FillDecoder if mode == "fill" else SpeculativeDecoder
+            decoder = made(prompt, options, mask_id=MASK, **common)
+        return [t.id for t in drive(session, decoder)], decoder
+
+    unliked = [closes, eos, opens]
+    if opened == "by the reply":
+        opens = reply(None, closes, eos)[0][2]  # a token that this model writes is made the marker
+        unliked.remove(5)
+    plain, decoder = reply(None, *unliked)
+    assert decoder.truncated and len(plain) == 60 and closes not in plain
+    ended, decoder = reply(LengthRamp(7, 8, 5000.0), *unliked)
+    assert not decoder.truncated and 8 <= len(ended) <= 32
+    if not opened.startswith("by"):
+        assert closes not in ended
+        return
+    assert ended.count(closes) == 1 and ended.index(closes) >= 8
+    assert opened == "by the template" or opens in ended[: ended.index(closes)]
 
 
 def nano_prompts(count: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from clover.runtime.errors import RequestError
 from clover.runtime.options import DecodeOptions, LengthRamp, make_options
-from clover.runtime.penalties import PenaltyState
+from clover.runtime.penalties import Endings, PenaltyState
 from clover.runtime.select import candidates_needed, choose_tokens, sampling_weights
 from clover.runtime.session import Candidates
 
@@ -108,7 +108,7 @@ def test_an_adjustment_is_the_formula(
         presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition, logit_bias=bias,
         length_ramp=LengthRamp(100, 200, 4.0),
     )  # fmt: skip
-    state = PenaltyState(o, ending_ids=(10, 11))
+    state = PenaltyState(o, Endings((10, 11)))
     for batch in batches:
         state.add(batch)
         state.adjustment()  # the adjustment in between must not stick
