@@ -12,6 +12,7 @@ from clover.engines.bench.verb import bench
 from clover.engines.commands import VERBS
 from clover.engines.trace.verb import trace
 from clover.runtime.errors import CloverError
+from clover.runtime.forms.verbs import FORM_VERBS
 from clover.runtime.terminal.verb import BundlePath, Json, print_json, sentence_on_error
 
 app = typer.Typer(
@@ -275,7 +276,7 @@ def cache(
             print(f"{bundle}: no packed weights are kept")
 
 
-for verb in (*VERBS, bench, trace):
+for verb in (*FORM_VERBS, *VERBS, bench, trace):
     app.command()(verb)
 
 

@@ -1,0 +1,96 @@
+"""`clover fill` and `clover decide`: what the API gives, and one sentence for what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engine_support import NANO, bundle
+from serve_support import nano
+from typer.testing import CliRunner, Result
+
+from clover.cli import app
+from clover.runtime.forms.command import parse_questions
+
+PROMPT = "Parse the dispatch: Send UAV7 to Cedar, priority high."
+TEMPLATE = '[{"op": "{{op:dispatch|assign}}", "uav": {{uav:int}}, "site": "{{site:4}}"}]'
+DOCUMENT = "Ana left Elm and gave notice 3 days late. Notice may be at most 7 days late. The deposit is 400. The room was clean.\n"
+
+
+def clover(verb: str, *arguments: str | Path, stdin: bytes | None = None) -> Result:
+    given = [verb, str(bundle(NANO).directory), "--threads", "1", "--max-context", "512"]
+    return CliRunner().invoke(app, [*given, *map(str, arguments)], input=stdin)
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code == 2 and not result.stdout, (result.exit_code, result.output, result.exception)
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("clover: ") and line.endswith(".")
+    return line
+
+
+def test_a_form_is_what_the_api_fills(tmp_path: Path) -> None:
+    want = nano().fill([{"role": "user", "content": PROMPT}], TEMPLATE, threshold=0.5)
+    said = clover("fill", "--template", TEMPLATE, "--threshold", "0.5", "--json", PROMPT)
+    got = json.loads(said.stdout)
+    assert (got["text"], got["values"], got["steps"]) == (want.text, want.values, want.steps)
+    assert got["value"] == want.value and got["confidences"].keys() == {"op", "uav", "site"}
+    plain = clover("fill", "-", "--template", TEMPLATE, stdin=PROMPT.encode())
+    assert json.loads(plain.stdout)[0]["site"] == "Cedar"
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"op": {"enum": ["dispatch", 7]}, "ok": {"type": "boolean"}}}')
+    value = json.loads(clover("fill", "--schema", schema, "--json", PROMPT).stdout)["value"]
+    assert value["op"] in ("dispatch", 7) and isinstance(value["ok"], bool)
+
+
+def test_decisions_are_what_the_api_decides(tmp_path: Path) -> None:
+    file = tmp_path / "document.txt"
+    file.write_text(DOCUMENT)
+    asked = ("notice_in_time=true|false", "room_damaged=true|false", "keep_deposit=true|false", "refund=0|400")
+    options = [a for q in asked for a in ("--question", q)]
+    got = json.loads(clover("decide", "--document", file, *options, "--json").stdout)
+    want = nano().decide(DOCUMENT, parse_questions(asked))
+    assert got["answers"] == want.answers and len(got["forms"]) == 1
+    assert got["answers"].keys() == {"notice_in_time", "room_damaged", "keep_deposit", "refund"}
+    alone = json.loads(
+        clover("decide", "--document", "-", *options, "--alone", "--json", stdin=DOCUMENT.encode()).stdout
+    )
+    assert len(alone["forms"]) == 4 and alone["answers"].keys() == got["answers"].keys()
+    table = clover("decide", "--document", file, *options).stdout
+    assert all(name in table for name in got["answers"]) and str(got["answers"]["refund"]) in table
+
+
+def test_choices_are_json_values_or_texts() -> None:
+    assert parse_questions(["a=b=true|null", 'q=12|"12"|-1.5|low|NaN|[']) == {
+        "a=b": [True, None],
+        "q": [12, "12", -1.5, "low", "NaN", "["],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["fill", PROMPT], "--template or --schema"),
+        (["fill", PROMPT, "--template", "{{a:0}}"], "1 to 4096"),
+        (["fill", PROMPT, "--template", "{{a:2}}", "--schema", "x"], "not both"),
+        (["fill", PROMPT, "--schema", "nowhere.json"], "nowhere.json"),
+        (["fill", PROMPT, "--schema", "BAD"], "not JSON"),
+        (["fill", PROMPT, "--template", "{{a:2}}", "--threshold", "7"], "threshold"),
+        (["decide", "--document", "nowhere.txt", "--question", "a=1|2"], "nowhere.txt"),
+        (["decide", "--document", "LATIN", "--question", "a=1|2"], "UTF-8"),
+        (["decide", "--document", "BAD", "--question", "a"], "name=true|false"),
+        (["decide", "--document", "BAD", "--question", "a=1"], "name=true|false"),
+        (["decide", "--document", "BAD", "--question", "=1|2"], "name=true|false"),
+        (["decide", "--document", "BAD", "--question", "a=1|1"], "twice"),
+        (["decide", "--document", "BAD", "--question", "a=1|2", "--question", "a=3|4"], "twice"),
+        (["decide", "--document", "BAD", *(x for n in range(9) for x in ("--question", f"q{n}=1|2"))], "at most 8"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(arguments: list[str], told: str, tmp_path: Path) -> None:
+    bad, latin = tmp_path / "bad", tmp_path / "latin"
+    bad.write_text("{no json")
+    latin.write_bytes("Zürich".encode("latin-1"))
+    places = {"BAD": str(bad), "LATIN": str(latin)}
+    verb, *rest = arguments
+    assert told in refused(clover(verb, *(places.get(a, a) for a in rest)))
