@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_support import NANO
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serve_support import nano
 
@@ -59,8 +59,7 @@ def pattern(parts: tuple[str | Hole, ...]) -> re.Pattern[str]:
     return re.compile(out)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(
+FORMS = given(
     texts=st.lists(FIXED, min_size=5, max_size=5),
     kinds=st.lists(KINDS, min_size=1, max_size=4),
     opens=st.booleans(),
@@ -68,9 +67,23 @@ def pattern(parts: tuple[str | Hole, ...]) -> re.Pattern[str]:
     block=st.sampled_from([8, 32, 64]),
     threshold=st.sampled_from([0.05, 0.5, 0.95]),
 )
-def test_no_form_has_an_illegal_value_or_another_text(
-    texts: list[str], kinds: list[Any], opens: bool, closes: bool, block: int, threshold: float
-) -> None:
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@FORMS
+def test_no_form_has_an_illegal_value_or_another_text(**drawn: Any) -> None:
+    check_form(**drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@FORMS
+def test_no_form_of_ten_thousand_has_an_illegal_value_or_another_text(**drawn: Any) -> None:
+    check_form(**drawn)
+
+
+def check_form(texts: list[str], kinds: list[Any], opens: bool, closes: bool, block: int, threshold: float) -> None:
+    """Fills one random form, unless it is refused for a reason that can hold, and checks every character of it."""
     parts: list[str | Hole] = [texts[4]] if opens else []
     for n, kind in enumerate(kinds):
         parts += [Hole(f"h{n}", kind), texts[n]]
