@@ -36,7 +36,6 @@ def specification() -> dict[str, Any]:
     specification: dict[str, Any] = yaml.safe_load(text)
     schemas = specification["components"]["schemas"]
     schemas["Model"]["enum"] = [NAME]
-    schemas["Choices"]["maximum"] = 2
     schemas["Template"]["pattern"] = r"\A([a-z ]{0,4}\{\{[a-z]{1,3}:([1-9]|int|number|[ab]\|c)\}\}; ){1,2}\Z"
     schemas["BlockSize"] = {"enum": [8, 16, 32, 64, None]}
     return specification
@@ -59,15 +58,19 @@ def server() -> Iterator[RunningServer]:
 def test_replies_and_refusals_are_as_specified(case: Any, server: RunningServer) -> None:
     if case.meta.generation.mode.is_positive:
         honour_dependencies(case.body)
-    response = case.call_and_validate(base_url=server.url, checks=CHECKS)
+    # of a form's text only simple ones are made up, so a "wrong" one may be right
+    held_to = [c for c in CHECKS if case.path != "/v1/fill" or c is not openapi_checks.negative_data_rejection]
+    response = case.call_and_validate(base_url=server.url, checks=held_to)
     if response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
         check_stream(case.path, response.text)
 
 
 def honour_dependencies(body: Any) -> None:
-    """Takes out what a request may not say without something else, which the schema does not express."""
+    """Takes out what a request may not say without something else, which the schema does not express, and what takes long."""
     if not isinstance(body, dict):
         return
+    if body.get("n"):
+        body["n"] = min(body["n"], 2)
     if not body.get("stream"):
         for name in ("stream_options", "stream_denoise"):
             body.pop(name, None)
