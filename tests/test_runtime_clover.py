@@ -17,7 +17,7 @@ from oracle_support import tiny_checkpoint
 from clover import Clover, CloverError
 from clover.runtime.decoder import StepEvent
 from clover.runtime.errors import RequestError
-from clover.runtime.options import LengthRamp
+from clover.runtime.options import MODES, LengthRamp
 from clover.runtime.reply import Reply, ReplyFinished, StreamItem
 from clover.runtime.text.stream_parser import ContentDelta
 
@@ -206,6 +206,17 @@ def test_the_length_ramp_ends_a_reply(engine: Clover) -> None:
     ramp = LengthRamp(start=32, stop=64, max_bias=90.0)
     reply = engine.generate("a", logit_bias=never, max_new_tokens=96, length_ramp=ramp)
     assert reply.finish_reason == "stop" and reply.statistics.length_ramp_bias > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_length_ramp_closes_thinking_first(engine: Clover, mode: str) -> None:
+    assert engine.tokenizer is not None
+    opens, closes = engine.tokenizer.token_id("<think>"), engine.tokenizer.token_id("</think>")
+    never = {0: -50.0, 2: -50.0, opens: -50.0, closes: -50.0}
+    ramp = LengthRamp(start=31, stop=32, max_bias=1000.0)
+    for prompt, count in (("a<think>b", 1), ("a<think>b</think>c", 0)):
+        reply = engine.generate(prompt, mode=mode, logit_bias=never, max_new_tokens=160, length_ramp=ramp)
+        assert reply.finish_reason == "stop" and [t.id for t in reply.tokens].count(closes) == count
 
 
 # -- one engine, many callers ---------------------------------------------------------------------------------
