@@ -104,6 +104,29 @@ def test_bad_requests_are_sentences(tmp_path: Path) -> None:
         ([directory, "--block-size", "33"], "block_size"),
         ([directory, "--prompts", str(tmp_path / "none.txt")], "No such file"),
         ([directory, "--max-context", "8"], "context holds 8"),
+        ([directory, "--mode", "autoregressive", "--block-size", "8"], "--block-size acts in none"),
+        ([directory, "--mode", "self-speculative", "--threshold", "0.9"], "--threshold acts in none"),
     ):
         result = run.invoke(app, ["bench", *arguments])
         assert result.exit_code == 2 and told in result.output and "Traceback" not in result.output
+
+
+BUNDLE_ALONE = (
+    "prompts",
+    "mode",
+    "threshold",
+    "block-size",
+    "coreset-top-p",
+    "repeats",
+    "max-context",
+    "threads",
+    "provider",
+)
+COMPARISON_ALONE = ("cases", "runs", "timeout", "out", "ledger", "api-key")
+
+
+@pytest.mark.parametrize("option", [*BUNDLE_ALONE, *COMPARISON_ALONE])
+def test_an_option_of_the_other_kind_of_bench_is_refused_by_name(option: str) -> None:
+    what = ["--compare", "http://a", "http://b", "--cases", "x"] if option in BUNDLE_ALONE else ["bundle"]
+    result = CliRunner().invoke(app, ["bench", *what, f"--{option}", "1"])
+    assert result.exit_code == 2 and result.stderr.startswith(f"clover: --{option} "), result.output

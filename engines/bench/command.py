@@ -75,14 +75,12 @@ def make_settings(
     for name, values in (("threshold", thresholds), ("block_size", block_sizes), ("coreset_top_p", coreset_top_ps)):
         if values:
             own = [{**o, name: v} for o in own for v in values]
+            if not any(_acts(name, mode) for mode in modes):
+                raise RequestError(name, f"--{name.replace('_', '-')} acts in none of the modes chosen; leave it out.")
     ordered = sorted(dict.fromkeys(modes), key=lambda mode: mode != "autoregressive")
     for mode in ordered:
         for chosen in own:
-            acting = {
-                k: v
-                for k, v in chosen.items()
-                if mode != "autoregressive" and not (mode == "self-speculative" and k == "threshold")
-            }
+            acting = {name: value for name, value in chosen.items() if _acts(name, mode)}
             options = engine.options(mode=mode, max_new_tokens=max_new_tokens, **acting)
             label = mode
             if mode != "autoregressive":
@@ -92,6 +90,11 @@ def make_settings(
     if len(settings) > MAX_SETTINGS:
         raise RequestError("mode", f"{len(settings)} settings are too many; give at most {MAX_SETTINGS}.")
     return settings
+
+
+def _acts(option: str, mode: str) -> bool:
+    """Whether a mode uses an option: all three are of blocks, and a verified draft needs no threshold."""
+    return mode != "autoregressive" and not (mode == "self-speculative" and option == "threshold")
 
 
 def bench_engine(

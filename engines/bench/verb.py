@@ -22,7 +22,9 @@ def bench(
     threshold: Annotated[list[float] | None, typer.Option(help="A threshold to measure (repeatable).")] = None,
     block_size: Annotated[list[int] | None, typer.Option(help="A block size to measure (repeatable).")] = None,
     coreset_top_p: Annotated[list[float] | None, typer.Option(help="A coreset share to measure (repeatable).")] = None,
-    repeats: Annotated[int, typer.Option(help="Interleaved rounds over all prompts and settings.")] = 3,
+    repeats: Annotated[
+        int | None, typer.Option(help="Interleaved rounds over all prompts and settings.  [default: 3]")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply in tokens.")] = 128,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
@@ -30,8 +32,8 @@ def bench(
         tuple[str, str] | None, typer.Option(metavar="URL URL", help="Compare two servers by what they get right.")
     ] = None,
     cases: Annotated[Path | None, typer.Option(help="JSON lines: prompt, and exact, regex, json or script.")] = None,
-    runs: Annotated[int, typer.Option(help="Times each case is asked of each server.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 120.0,
+    runs: Annotated[int | None, typer.Option(help="Times each case is asked of each server.  [default: 1]")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait for an answer.  [default: 120]")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The comparison's .html report.")] = None,
     ledger: Annotated[
         Path | None, typer.Option(help="Where answers are written down; the same path goes on with a broken-off run.")
@@ -50,14 +52,39 @@ def bench(
             raise CloverError("--compare asks servers and a bundle is none; give one of them.")
         if cases is None:
             raise CloverError("--compare needs --cases; give a JSON lines file.")
+        _refuse(
+            "measures a bundle, and --compare asks servers; leave it out.",
+            prompts=prompts,
+            mode=mode,
+            threshold=threshold,
+            block_size=block_size,
+            coreset_top_p=coreset_top_p,
+            repeats=repeats,
+            max_context=max_context,
+            threads=threads,
+            provider=provider,
+        )
         told = compare_servers(
-            compare, cases, ledger, out, runs=runs, timeout=timeout, max_tokens=max_new_tokens, key=api_key
+            compare,
+            cases,
+            ledger,
+            out,
+            runs=1 if runs is None else runs,
+            timeout=120.0 if timeout is None else timeout,
+            max_tokens=max_new_tokens,
+            key=api_key,
         )
         print_json(told[0]) if as_json else print(told[1])
         return
-    for name, value in (("cases", cases), ("ledger", ledger), ("out", out), ("api-key", api_key)):
-        if value is not None:
-            raise CloverError(f"--{name} acts on a comparison; give --compare URL URL as well.")
+    _refuse(
+        "acts on a comparison; give --compare URL URL as well.",
+        cases=cases,
+        runs=runs,
+        timeout=timeout,
+        out=out,
+        ledger=ledger,
+        api_key=api_key,
+    )
     if bundle is None:
         raise CloverError("bench needs a bundle, or --compare with two servers; give its path.")
     result = bench_engine(
@@ -68,7 +95,14 @@ def bench(
         thresholds=threshold or (),
         block_sizes=block_size or (),
         coreset_top_ps=coreset_top_p or (),
-        repeats=repeats,
+        repeats=3 if repeats is None else repeats,
         max_new_tokens=max_new_tokens,
     )
     print_json(result) if as_json else print(render(result))
+
+
+def _refuse(why: str, **given: object) -> None:
+    """Refuses the first option that is given, by name."""
+    for name, value in given.items():
+        if value not in (None, []):
+            raise CloverError(f"--{name.replace('_', '-')} {why}")
