@@ -99,7 +99,10 @@ def test_the_verb_writes_a_page_or_json_and_refuses_the_rest(tmp_path: Path) -> 
             app, ["trace", directory, ORDER, "-o", str(tmp_path / name), "--threads", "1", "--max-context", "512"]
         )
         assert result.exit_code == 0 and name in result.output
-    assert json.loads((tmp_path / "t.json").read_text())["text"].startswith("[{")
+    traced = json.loads((tmp_path / "t.json").read_text())
+    assert traced["text"].startswith("[{")
+    told = run.invoke(app, ["trace", directory, ORDER, "-o", str(tmp_path / "t.json"), "--threads", "1", "--json"])
+    assert json.loads(told.stdout)["steps"] == len(traced["steps"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.html", "t.json"]
     for out, told in (("t.png", ".html or .json"), ("none/t.html", "not a directory")):
         result = run.invoke(app, ["trace", directory, ORDER, "-o", str(tmp_path / out)])

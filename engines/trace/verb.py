@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from clover.runtime.terminal.verb import BundlePath, sentence_on_error
+from clover.runtime.terminal.verb import BundlePath, Json, print_json, sentence_on_error
 
 
 @sentence_on_error
@@ -28,6 +28,7 @@ def trace(
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
     provider: Annotated[str | None, typer.Option(help="tensorrt, cpu or cuda; default what the bundle is for.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Draw how a reply developed: blocks, confidence, experts and time."""
     from clover.engines.trace.command import trace_command
@@ -42,4 +43,7 @@ def trace(
     traced = trace_command(
         bundle, prompt, out, options, {"max_context": max_context, "threads": threads, "provider": provider}, raw=raw
     )
+    if as_json:
+        print_json({"out": str(out), **{part: len(getattr(traced, part)) for part in ("tokens", "steps", "blocks")}})
+        return
     print(f"{out}: {len(traced.tokens)} tokens, {len(traced.steps)} steps, {len(traced.blocks)} blocks")
