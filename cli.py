@@ -75,14 +75,17 @@ def build(
 ) -> None:
     """Turn a checkpoint into a bundle for one target."""
     from clover.engines.build import BuildRequest, build_target
-    from clover.exporter.precision import parse_precision
+    from clover.exporter.precision import check_integer_options, chosen_precision
     from clover.exporter.source import resolve_source
     from clover.runtime.terminal.progress import Progress
 
-    named = [*(["int4"] if int4 else []), *(["bf16"] if bf16 else []), *([] if precision is None else [precision])]
-    if len(named) > 1:
-        raise CloverError("--precision, --int4 and --bf16 exclude each other; give one.")
-    base, overrides = parse_precision(named[0] if named else "int4")
+    base, overrides = chosen_precision(precision, int4=int4, bf16=bf16)
+    check_integer_options(base, overrides, group_size=group_size)
+    check_integer_options(
+        base,
+        overrides,
+        **{"fast_activations" if exact_activations is False else "exact_activations": exact_activations},
+    )
     request = BuildRequest(
         checkpoint=resolve_source(checkpoint),
         out=out,
@@ -114,7 +117,8 @@ def build(
             }
         )
     else:
-        print(f"{bundle.directory}: {bundle.nbytes / 1e6:.1f} MB, {bundle.manifest.target.name}, {base}")
+        shown = ", ".join([base, *(f"{kind} {value}" for kind, value in overrides.items())])
+        print(f"{bundle.directory}: {bundle.nbytes / 1e6:.1f} MB, {bundle.manifest.target.name}, {shown}")
 
 
 @app.command()
@@ -159,8 +163,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Answer one prompt, streaming."""
-    from clover.runtime.run_command import run_prompt
+    from clover.runtime.run_command import read_prompt, run_prompt
 
+    if show_steps and as_json:
+        raise CloverError("--show-steps draws for a reader and --json prints one object; give one of them.")
     options = {
         "mode": mode,
         "threshold": threshold,
@@ -177,10 +183,7 @@ def run(
         "length_ramp": length_ramp,
     }
     load = {"max_context": max_context, "threads": threads, "cache": cache, "provider": provider}
-    try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-    except UnicodeDecodeError as error:
-        raise CloverError(f"standard input is not UTF-8 text ({error}); convert it first.") from None
+    text = read_prompt(sys.stdin) if prompt == "-" else prompt
     run_prompt(bundle, text, options, load, raw=raw, thinking=thinking, show_steps=show_steps, as_json=as_json)
 
 

@@ -94,7 +94,9 @@ def plan(
     gpu: Annotated[str | None, typer.Option(help="The target: a card, auto or cpu.")] = None,
     sm: Annotated[str | None, typer.Option(help="Compute capability of any other card, with --memory.")] = None,
     memory: Annotated[str | None, typer.Option(help="Its memory, such as 16GiB.")] = None,
-    precision: Annotated[str, typer.Option(help="As for `clover build`.")] = "int4",
+    precision: Annotated[str | None, typer.Option(help="As for `clover build`.  [default: int4]")] = None,
+    int4: Annotated[bool, typer.Option("--int4", help="Short for --precision int4.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")] = False,
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale: 128, 64 or 32.")] = None,
     max_context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of context of every sequence.  [default: 8192]")
@@ -113,13 +115,17 @@ def plan(
 ) -> None:
     """Say whether a model fits a target, and how fast it can be at most, before anything is built."""
     from clover.engines.planner import plan_command
+    from clover.exporter.precision import check_integer_options, chosen_precision
 
+    base, overrides = chosen_precision(precision, int4=int4, bf16=bf16)
+    check_integer_options(base, overrides, group_size=group_size)
     data, table = plan_command(
         checkpoint,
         gpu=gpu,
         sm=sm,
         memory=memory,
-        precision=precision,
+        precision=base,
+        overrides=overrides,
         group_size=group_size,
         max_context=max_context,
         sequences=sequences,

@@ -78,6 +78,28 @@ def parse_precision(text: str) -> tuple[Precision, dict[TensorClass, Precision]]
     return base or "fp32", overrides
 
 
+def chosen_precision(
+    precision: str | None, *, int4: bool, bf16: bool
+) -> tuple[Precision, dict[TensorClass, Precision]]:
+    """What --precision, or --int4 or --bf16 in its place, ask for; INT4 when none is given. Raises CloverError for two."""
+    named = [*(["int4"] if int4 else []), *(["bf16"] if bf16 else []), *([] if precision is None else [precision])]
+    if len(named) > 1:
+        raise CloverError("--precision, --int4 and --bf16 exclude each other; give one.")
+    return parse_precision(named[0] if named else "int4")
+
+
+def check_integer_options(base: Precision, overrides: Mapping[TensorClass, Precision], **given: object) -> None:
+    """Refuses an option (None: not given) that acts on integer weights only where no class has any. Raises CloverError."""
+    if {base, *overrides.values()} & {"int4", "int8"}:
+        return
+    for name, value in given.items():
+        if value is not None:
+            flag = name.replace("_", "-")
+            raise CloverError(
+                f"--{flag} acts on integer weights, and {base} has none; leave it out or choose int4 or int8."
+            )
+
+
 def largest_group_size(config: ModelConfig) -> int | None:
     """The largest supported group size that divides the input width of every quantisable matrix."""
     widths = {

@@ -7,13 +7,28 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from clover.runtime.clover import Clover
 from clover.runtime.decoder import StepEvent
+from clover.runtime.errors import CloverError
 from clover.runtime.reply import Reply, ReplyFinished, StreamItem
 from clover.runtime.terminal.blocks import BlockView
 from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
+
+
+def read_prompt(stream: TextIO | None) -> str:
+    """The prompt on standard input, without the line end that `echo` adds.
+
+    Raises CloverError when it is closed, empty or not UTF-8, whatever the locale.
+    """
+    try:
+        text = "" if stream is None else stream.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CloverError(f"standard input is not UTF-8 text ({error}); convert it first.") from None
+    if not text.strip():
+        raise CloverError("standard input holds no prompt; pipe one into it, or give it in place of the dash.")
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def run_prompt(
@@ -38,7 +53,7 @@ def run_prompt(
         if as_json:
             print(json.dumps(reply_json(_finish(stream)), indent=1, ensure_ascii=False))
         else:
-            _show(engine, stream)
+            _show(engine, stream, text_last=show_steps and sys.stdout.isatty())
 
 
 def reply_json(reply: Reply) -> dict[str, Any]:
@@ -58,13 +73,14 @@ def _finish(stream: Iterator[StreamItem]) -> Reply:
     return next(item.reply for item in stream if isinstance(item, ReplyFinished))
 
 
-def _show(engine: Clover, stream: Iterator[StreamItem]) -> None:
+def _show(engine: Clover, stream: Iterator[StreamItem], *, text_last: bool) -> None:
+    """Text as it is final; with `text_last` behind all steps, whose lines it would break up on the same terminal."""
     from rich.console import Console
 
     out, notes = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
     decode = engine.tokenizer.decode if engine.tokenizer else (lambda ids, **_: " ".join(map(str, ids)))
     view = BlockView(lambda token: decode([token], keep_control_tokens=True))
-    for item in stream:
+    for item in _text_last(stream) if text_last else stream:
         if isinstance(item, StepEvent):
             notes.print(view.render(item))
         elif isinstance(item, ContentDelta):
@@ -74,6 +90,16 @@ def _show(engine: Clover, stream: Iterator[StreamItem]) -> None:
         elif isinstance(item, ReplyFinished):
             _show_end(out, notes, item.reply)
     sys.stdout.flush()
+
+
+def _text_last(stream: Iterator[StreamItem]) -> Iterator[StreamItem]:
+    kept: list[StreamItem] = []
+    for item in stream:
+        if isinstance(item, StepEvent):
+            yield item
+        else:
+            kept.append(item)
+    yield from kept
 
 
 def _show_end(out: Any, notes: Any, reply: Reply) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -182,6 +186,9 @@ BAD_BUILDS: dict[str, tuple[list[str], str]] = {
     "group size of a larger model": (["--group-size", "128"], "--group-size 128"),
     "no context": (["--max-context", "0"], "--max-context 0"),
     "too much context": (["--max-context", "4097"], "1 to 4096"),
+    "groups without integers": (["--precision", "bf16", "--group-size", "32"], "--group-size acts on integer weights"),
+    "exactness without integers": (["--bf16", "--exact-activations"], "--exact-activations acts on integer weights"),
+    "speed without integers": (["--precision", "fp32", "--fast-activations"], "--fast-activations acts on integer"),
     "unknown field to ignore": (["--ignore-config-field", "nope"], "nope"),
 }
 
@@ -242,6 +249,7 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "negative temperature": (["a", "--temperature", "-1"], "temperature is -1"),
     "empty stop": (["a", "--stop", ""], "stop must hold"),
     "too much context": (["a", "--max-context", "5000"], "max_context is 5000"),
+    "steps in JSON": (["a", "--show-steps", "--json"], "give one of them"),
 }
 
 
@@ -255,8 +263,59 @@ def test_a_bad_request_is_refused(name: str) -> None:
     assert words in sentence, sentence
 
 
-def test_standard_input_that_is_not_text_is_refused() -> None:
-    assert "UTF-8" in refused(clover("run", bundle(NANO).directory, "-", "--no-cache", stdin=b"\xff\xfe\x00"))
+def piped(prompt: str) -> subprocess.CompletedProcess[str]:
+    """`clover run BUNDLE - --no-cache` behind a shell's redirection, in a locale that knows ASCII alone."""
+    command = f"{prompt} {shlex.join([sys.executable, '-m', 'clover.cli', 'run', str(bundle(NANO).directory), '-', '--no-cache'])}"
+    environment = {**os.environ, "LC_ALL": "C"}
+    return subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [("printf '\\377\\376' |", "UTF-8"), ("exec <&-;", "holds no prompt"), ("echo |", "holds no prompt")],
+)
+def test_standard_input_without_a_prompt_is_refused(prompt: str, words: str) -> None:
+    done = piped(prompt)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout and line.startswith("clover: standard input ") and words in line
+
+
+def test_a_line_end_behind_a_piped_prompt_is_none_of_it() -> None:
+    done = piped(f"echo {shlex.quote(PROMPT)} |")
+    assert json.loads(done.stdout)[0]["site"] == "Cedar", done.stderr
+
+
+def test_in_a_terminal_no_text_stands_between_the_steps() -> None:
+    """Steps go to stderr and text to stdout: on one terminal a step's line must begin at a line's begin."""
+    main, terminal = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "clover.cli",
+        "run",
+        str(bundle(NANO).directory),
+        PROMPT,
+        "--no-cache",
+        "--show-steps",
+    ]
+    done = subprocess.Popen(
+        [*command, "--block-size", "8"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "dumb", "COLUMNS": "200"},
+    )
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux: the other end is closed
+        while part := os.read(main, 4096):
+            shown += part
+    os.close(main)
+    assert done.wait() == 0
+    lines = shown.decode().splitlines()
+    steps = [number for number, line in enumerate(lines) if line.startswith("block ")]
+    assert len(steps) >= 3 and steps == list(range(len(steps))) and shown.count(b"block ") == len(steps), shown
+    assert json.loads(lines[len(steps)])[0]["site"] == "Cedar"
 
 
 @pytest.mark.parametrize(

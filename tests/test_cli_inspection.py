@@ -180,6 +180,23 @@ def test_plan_needs_no_checkpoint_and_says_by_its_exit_code_what_fits() -> None:
     assert "--gpu 'rtx-9999'" in refused(clover("plan", "--gpu", "rtx-9999"))
 
 
+def test_plan_takes_precisions_as_build_does() -> None:
+    def names(*options: str) -> dict[str, Any]:
+        return {k: v for k, v in as_json("plan", NANO, "--gpu", "5070ti", *options).items() if k != "gpu"}
+
+    assert names() == names("--int4") == names("--precision", "int4") != names("--bf16")
+    assert names("--bf16") == names("--precision", "bf16")
+    assert names("--precision", "int4,lm_head=bf16") != names("--int4")
+    assert "exclude each other" in refused(clover("plan", "--gpu", "5070ti", "--int4", "--bf16"))
+    assert "--group-size acts on" in refused(clover("plan", "--gpu", "5070ti", "--bf16", "--group-size", "32"))
+
+
+@pytest.mark.parametrize("option", ["--block-skew", "--popularity-skew", "--distinct", "--hit-rate"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_assumptions_that_are_no_numbers_are_refused(option: str, value: str) -> None:
+    refused(clover("plan", "--gpu", "5070ti", option, value))
+
+
 @pytest.mark.parametrize("verb", ["inspect", "validate", "logits", "plan", "gpus", "doctor"])
 def test_every_verb_has_help(verb: str) -> None:
     result = clover(verb, "--help")

@@ -362,7 +362,7 @@ def test_measured_routing_replaces_assumptions() -> None:
 
 def test_command_gives_json_and_a_table() -> None:
     data, renderable = plan_command(
-        gpu="RTX 5070 Ti", precision="int4,embed=bf16", max_context=4096, block_sizes=(8, 32)
+        gpu="RTX 5070 Ti", precision="int4", overrides={"embed": "bf16"}, max_context=4096, block_sizes=(8, 32)
     )
     again = json.loads(json.dumps(data))
     assert again["fits"] and again["weight_bytes"]["by_class"]["embed"] == 248320 * 2048 * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from clover.engines.planner.full_size import FULL_SIZE
 from clover.engines.planner.plan import DEFAULT_HOST_MEMORY, DEFAULT_PREFILL_CHUNK, plan
 from clover.engines.planner.routing import RoutingAssumptions
 from clover.exporter.config import ModelConfig
-from clover.exporter.precision import parse_precision, plan_precision
+from clover.exporter.precision import Precision, TensorClass, plan_precision
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,7 +23,8 @@ def plan_command(
     gpu: str | None = None,
     sm: str | int | None = None,
     memory: str | int | None = None,
-    precision: str = "int4",
+    precision: Precision = "int4",
+    overrides: Mapping[TensorClass, Precision] | None = None,
     group_size: int | None = None,
     max_context: int | None = None,
     sequences: int = 1,
@@ -54,11 +55,10 @@ def plan_command(
             from clover.engines.gpu_driver import installed_memory
 
             ram = installed_memory() or ram
-    base, overrides = parse_precision(precision)
     result = plan(
         config,
         target,
-        plan_precision(config, base, overrides, group_size),
+        plan_precision(config, precision, overrides, group_size),
         max_context=max_context,
         sequences=sequences,
         block_sizes=block_sizes,

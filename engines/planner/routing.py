@@ -14,6 +14,7 @@ from typing import Any
 from clover.exporter.config import ModelConfig
 from clover.runtime.errors import CloverError
 
+MAX_SKEW = 20  # every row's first expert is then the same
 SIMULATED_ROWS = 2048  # rows drawn in all; a multiple of every block size
 
 
@@ -34,11 +35,12 @@ class RoutingAssumptions:
     hit_rate: float | None = None
 
     def __post_init__(self) -> None:
-        if self.block_skew < 0 or self.popularity_skew < 0:
-            raise CloverError("a Zipf skew can't be negative; 0 means uniform routing.")
+        for name, skew in (("--block-skew", self.block_skew), ("--popularity-skew", self.popularity_skew)):
+            if not 0 <= skew <= MAX_SKEW:
+                raise CloverError(f"{name} is {skew}; it must be from 0, which means uniform routing, to {MAX_SKEW}.")
         if self.hit_rate is not None and not 0 <= self.hit_rate <= 1:
             raise CloverError(f"hit rate {self.hit_rate} is not between 0 and 1.")
-        if self.distinct is not None and self.distinct <= 0:
+        if self.distinct is not None and not 0 < self.distinct < math.inf:
             raise CloverError(f"{self.distinct} distinct experts per layer can't be; give a positive number.")
 
 
