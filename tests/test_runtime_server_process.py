@@ -125,6 +125,9 @@ def test_a_config_file_has_the_flags_names_and_flags_win(tmp_path: Path) -> None
     )
     for text, named in (
         ("[serve]\ncolour = 1\n", "colour"),
+        ("[serve]\nmodel-name = ''\n", "--model-name is empty"),
+        ("[serve]\ncors-origin = 'example.org'\n", "'example.org' is no origin"),
+        ("[serve]\ncors-origin = 'https://example.org/'\n", "is no origin"),
         ("[serve]\nport = '80'\n", "port"),
         ("[serve]\nslots = true\n", "slots"),
         ("[serve]\ninsecure = 1\n", "insecure"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from typing import Any
 from clover.runtime.errors import CloverError
 
 TABLE = "serve"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")  # as a browser sends it: no path behind the host
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,13 @@ class ServeSettings:
                 raise CloverError(f"{_flag(name)} is {value}; it must be from {low:g} to {high:g}.")
         if any(len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key for key in self.api_key):
             raise CloverError("--api-key must be at least 8 printable ASCII characters without spaces.")
+        if not all(name.strip() for name in self.model_name):
+            raise CloverError("--model-name is empty; give the name that clients ask for, or leave it out.")
+        for origin in self.cors_origin:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise CloverError(
+                    f"--cors-origin {origin!r} is no origin; give a scheme and a host, such as https://example.org."
+                )
         if not self.api_key and not self.insecure and not self.loopback:
             raise CloverError(
                 f"--host {self.host} can be reached from other machines, and no --api-key is set; set one, or say --insecure."
