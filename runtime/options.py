@@ -12,6 +12,7 @@ from clover.runtime.errors import RequestError
 Mode = Literal["fill", "autoregressive", "self-speculative", "adaptive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_STOPS = 16
+LEAST_FACTOR = 0.01  # logits are divided by these: float32 overflows below
 MAX_LOGPROBS = 20
 MAX_TOP_K = 1024  # candidates a step can return
 
@@ -64,11 +65,15 @@ class DecodeOptions:
         self._number("threshold", 0.0, 1.0, open_low=True)
         self._number("coreset_top_p", 0.0, 1.0, open_low=True)
         self._number("temperature", 0.0, 10.0)
+        if 0.0 < self.temperature < LEAST_FACTOR:
+            raise RequestError(
+                "temperature", f"temperature is {self.temperature!r}; it must be 0 (greedy) or at least {LEAST_FACTOR}."
+            )
         self._number("top_p", 0.0, 1.0, open_low=True)
         self._integer("top_k", 0, MAX_TOP_K)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
-        self._number("repetition_penalty", 0.0, 10.0, open_low=True)
+        self._number("repetition_penalty", LEAST_FACTOR, 10.0)
         self._integer("logprobs", 0, MAX_LOGPROBS)
         if self.max_new_tokens is not None:
             self._integer("max_new_tokens", 1, 2**31)

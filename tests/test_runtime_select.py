@@ -148,3 +148,11 @@ def test_the_length_ramp_can_be_set_and_turned_off(asked: object, want: LengthRa
 def test_a_senseless_length_ramp_is_refused_by_name(asked: object) -> None:
     with pytest.raises(RequestError, match="length_ramp"):
         make_options({}, {"length_ramp": asked})
+
+
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+def test_a_factor_that_float32_can_not_divide_by_is_refused(field: str) -> None:
+    for value in (1e-300, 1e-46, 0.009):
+        with pytest.raises(RequestError, match=field):
+            make_options({}, {field: value})
+    assert getattr(make_options({}, {field: 0.01}), field) == 0.01

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from clover.runtime.errors import BundleError, RequestError
 from clover.runtime.text.chat_template import ChatTemplate
+from clover.runtime.text.messages import normalise_messages
 from clover.runtime.text.tokenizer import Tokenizer
 
 NANO = Path(__file__).parents[1] / "examples" / "nano"
@@ -209,3 +210,10 @@ def test_loading(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(BundleError, match="JSON"):
         ChatTemplate.load(tmp_path, TOKENIZER)
+
+
+def test_a_tool_call_without_an_id_gets_one() -> None:
+    """Clients may leave the id out; templates may read it."""
+    call = {"function": {"name": "f", "arguments": {}}}
+    (message,) = normalise_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["id"] == "call_0"

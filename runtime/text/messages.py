@@ -114,8 +114,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             "type": "function",
             "function": {"name": name, "arguments": _plain_json(arguments, here)},
         }
-        if call.get("id") is not None:
-            entry["id"] = _text(call["id"], f"{here}.id")
+        # clients may leave it out, templates may read it
+        entry["id"] = f"call_{j}" if call.get("id") is None else _text(call["id"], f"{here}.id")
         checked.append(entry)
     return checked
 
