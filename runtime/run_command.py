@@ -79,7 +79,8 @@ def _show(engine: Clover, stream: Iterator[StreamItem], *, text_last: bool) -> N
 
     out, notes = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
     decode = engine.tokenizer.decode if engine.tokenizer else (lambda ids, **_: " ".join(map(str, ids)))
-    view = BlockView(lambda token: decode([token], keep_control_tokens=True))
+    ends = engine.bundle.manifest.eos_token_ids
+    view = BlockView(lambda token: decode([token], keep_control_tokens=True), ends)
     for item in _text_last(stream) if text_last else stream:
         if isinstance(item, StepEvent):
             notes.print(view.render(item))

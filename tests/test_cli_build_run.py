@@ -316,6 +316,7 @@ def test_in_a_terminal_no_text_stands_between_the_steps() -> None:
     steps = [number for number, line in enumerate(lines) if line.startswith("block ")]
     assert len(steps) >= 3 and steps == list(range(len(steps))) and shown.count(b"block ") == len(steps), shown
     assert json.loads(lines[len(steps)])[0]["site"] == "Cedar"
+    assert lines[len(steps) - 1].count("<|") == 1, "the reply's end is the last that is drawn"
 
 
 @pytest.mark.parametrize(

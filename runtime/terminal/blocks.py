@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from clover.runtime.decoder import StepEvent
@@ -21,10 +21,13 @@ def confidence_style(confidence: float) -> str:
 
 
 class BlockView:
-    """Keeps each position's confidence over a block's steps and renders one line a step."""
+    """Keeps each position's confidence over a block's steps and renders one line a step.
 
-    def __init__(self, decode: Callable[[int], str]) -> None:
-        self._decode = decode
+    A token of `ends` closes the line: what is filled behind it belongs to nothing.
+    """
+
+    def __init__(self, decode: Callable[[int], str], ends: Collection[int]) -> None:
+        self._decode, self._ends = decode, ends
         self._confidence: dict[int, float] = {}
 
     def render(self, event: StepEvent) -> Text:
@@ -44,4 +47,6 @@ class BlockView:
             text = self._decode(token).replace("\n", "⏎") or "·"
             style = confidence_style(self._confidence.get(position, 1.0))
             line.append(text, style=f"bold {style}" if position in event.filled else style)
+            if token in self._ends:
+                break
         return line
