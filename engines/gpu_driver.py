@@ -17,9 +17,6 @@ MEMORY_CLOCK_KHZ, MEMORY_BUS_BITS = 36, 37
 # "Laptop GPU" and "Max-Q" cards share a desktop card's name and neither its memory nor its clocks.
 OTHER_CARD_WORDS = ("laptop", "maxq", "mobile")
 LINUX_LIBRARIES = ("libcuda.so.1", "libcuda.so", "/usr/lib/wsl/lib/libcuda.so.1")
-NO_GPU = "--gpu auto: the NVIDIA driver is installed but sees no GPU; name the target, such as --gpu h200."
-NO_DRIVER = "--gpu auto finds no NVIDIA driver on this machine; install it, or name the target, such as --gpu h200."
-NO_DEVICE_ERROR = 100  # CUDA_ERROR_NO_DEVICE
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ BACKEND_SMS: dict[Backend, tuple[int, ...]] = {
     "onnxruntime": (),
 }
 GIB = 1024**3
-PCIE3, PCIE4, PCIE5 = ("PCIe 3.0 x16", 15.75), ("PCIe 4.0 x16", 31.5), ("PCIe 5.0 x16", 63.0)
+PCIE4, PCIE5 = ("PCIe 4.0 x16", 31.5), ("PCIe 5.0 x16", 63.0)
 C2C = ("NVLink-C2C", 450.0)
 
 

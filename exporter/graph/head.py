@@ -50,7 +50,13 @@ def author_head(
     else:
         flat = dense.linear(state, "lm_head", "lm_head", bias=b.constant(bias))
     raw = b.op("Reshape", flat, b.op("Concat", per_row, b.ints(c.vocab_size), axis=0), allowzero=1)  # [S, R, V]
+    author_candidates(b, raw, per_row, candidates, adjust_ids, adjust_scale, adjust_bias)
 
+
+def author_candidates(
+    b: GraphBuilder, raw: str, per_row: str, candidates: str, adjust_ids: str, adjust_scale: str, adjust_bias: str
+) -> None:
+    """Adds the three outputs from the logits `raw` [S, R, V]; `per_row` is the shape [S, R], the rest `author_head`'s inputs."""
     # log of the softmax's denominator; ReduceLogSumExp does the same 4 times slower here
     peak = b.op("ReduceMax", raw, b.ints(2), keepdims=1)
     total = b.op("Log", b.op("ReduceSum", b.op("Exp", b.op("Sub", raw, peak)), b.ints(2), keepdims=1))
@@ -66,6 +72,6 @@ def author_head(
     adjusted = b.op("ScatterElements", raw, index, after, axis=2)
     scores, ids = b.ops("TopK", 2, adjusted, candidates, axis=2)  # ties: lower id first
     logprobs = b.op("Sub", b.op("GatherElements", raw, ids, axis=2), normaliser)
-    b.output(ids, "candidate_ids", ["S", "R", "K"], int64)
+    b.output(ids, "candidate_ids", ["S", "R", "K"], TensorProto.INT64)
     b.output(logprobs, "candidate_logprobs", ["S", "R", "K"])
     b.output(scores, "candidate_scores", ["S", "R", "K"])

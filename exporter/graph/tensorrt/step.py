@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto
 
 from clover.exporter.config import ModelConfig
-from clover.exporter.graph.head import EXCLUDED
+from clover.exporter.graph.head import EXCLUDED, author_candidates
 from clover.exporter.graph.tensorrt.builder import ActivationType, ConvertedWeights, TypedBuilder
 from clover.exporter.graph.tensorrt.layers import DeviceLayers, rope_tables
 from clover.exporter.graph.tensorrt.rows import DeviceRows, author_device_rows
@@ -114,21 +114,4 @@ def _author_head(
     bias = np.zeros(c.vocab_size, np.float32)
     bias[sorted(options.excluded_ids)] = EXCLUDED
     raw = b.op("Reshape", b.op("Add", pure, b.constant(bias)), shape)  # [S, R, V]
-
-    peak = b.op("ReduceMax", raw, b.ints(2), keepdims=1)
-    total = b.op("Log", b.op("ReduceSum", b.op("Exp", b.op("Sub", raw, peak)), b.ints(2), keepdims=1))
-    normaliser = b.op("Add", peak, total)  # [S, R, 1]
-
-    count = b.op("Shape", adjust_ids, start=1)
-    index = b.op("Expand", b.unsqueeze(adjust_ids, 1), b.op("Concat", per_row, count, axis=0))  # [S, R, P]
-    before = b.op("GatherElements", raw, index, axis=2)
-    scale = b.unsqueeze(adjust_scale, 1)
-    positive = b.op("Greater", before, b.scalar(0.0))
-    scaled = b.op("Where", positive, b.op("Div", before, scale), b.op("Mul", before, scale))
-    after = b.op("Add", scaled, b.unsqueeze(adjust_bias, 1))
-    adjusted = b.op("ScatterElements", raw, index, after, axis=2)
-    scores, ids = b.ops("TopK", 2, adjusted, candidates, axis=2)
-    logprobs = b.op("Sub", b.op("GatherElements", raw, ids, axis=2), normaliser)
-    b.output(ids, "candidate_ids", ["S", "R", "K"], int64)
-    b.output(logprobs, "candidate_logprobs", ["S", "R", "K"])
-    b.output(scores, "candidate_scores", ["S", "R", "K"])
+    author_candidates(b, raw, per_row, candidates, adjust_ids, adjust_scale, adjust_bias)
