@@ -62,3 +62,22 @@ def test_ci_runs_the_readme_commands() -> None:
         assert shown.strip() == blocks[number - 1].strip()
     assert "readme_command 1" in (REPOSITORY / ".ci" / "run").read_text()
     assert "readme_command 2" in (REPOSITORY / ".ci" / "run").read_text()
+
+
+def test_commands_shown_in_the_documents_have_the_options_they_show() -> None:
+    from typer.main import get_command
+
+    from clover.cli import app
+
+    verbs = {name: verb for name, verb in get_command(app).commands.items()}  # type: ignore[attr-defined]
+    known = {name: {o for p in verb.params for o in (*p.opts, *p.secondary_opts)} for name, verb in verbs.items()}
+    shown = re.compile(rf"(?<![\w./-])clover ({'|'.join(verbs)})\b([^`\n|&]*)")
+    seen = 0
+    for path in tracked():
+        if path.suffix != ".md":
+            continue
+        for verb, rest in shown.findall((REPOSITORY / path).read_text(encoding="utf-8").replace("\\\n", " ")):
+            for option in re.findall(r"(?<=\s)--?[a-z][\w-]*", rest.partition(" # ")[0]):
+                seen += 1
+                assert option in known[verb] | {"--help"}, f"{path}: clover {verb} has no option {option}"
+    assert seen > 20
