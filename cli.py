@@ -13,7 +13,21 @@ from clover.engines.commands import VERBS
 from clover.engines.trace.verb import trace
 from clover.runtime.errors import CloverError
 from clover.runtime.forms.verbs import FORM_VERBS
-from clover.runtime.terminal.verb import BundlePath, Json, print_json, sentence_on_error
+from clover.runtime.terminal.verb import (
+    BlockSize,
+    BundlePath,
+    CoresetTopP,
+    Json,
+    MaxContext,
+    MaxNewTokens,
+    Mode,
+    Provider,
+    Raw,
+    Threads,
+    Threshold,
+    print_json,
+    sentence_on_error,
+)
 
 app = typer.Typer(
     name="clover",
@@ -126,15 +140,11 @@ def build(
 def run(
     bundle: BundlePath,
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.")],
-    mode: Annotated[
-        str | None, typer.Option(help="fill, autoregressive, self-speculative or adaptive; default the bundle's.")
-    ] = None,
-    threshold: Annotated[float | None, typer.Option(help="Fill positions whose probability exceeds this.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens developed at once.")] = None,
-    coreset_top_p: Annotated[
-        float | None, typer.Option(help="Share of router votes the block's experts cover.")
-    ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest reply in tokens.")] = None,
+    mode: Mode = None,
+    threshold: Threshold = None,
+    block_size: BlockSize = None,
+    coreset_top_p: CoresetTopP = None,
+    max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set of this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the best K tokens.")] = None,
@@ -152,14 +162,12 @@ def run(
     thinking: Annotated[
         bool | None, typer.Option("--thinking/--no-thinking", help="Template's enable_thinking.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")] = False,
+    raw: Raw = False,
     show_steps: Annotated[bool, typer.Option("--show-steps", help="Draw the block developing.")] = False,
-    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    max_context: MaxContext = None,
+    threads: Threads = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Keep weights packed for this CPU.")] = True,
-    provider: Annotated[
-        str | None, typer.Option(help="tensorrt, cpu or cuda; default the bundle's GPU engine, else the CPU.")
-    ] = None,
+    provider: Provider = None,
     as_json: Json = False,
 ) -> None:
     """Answer one prompt, streaming."""
@@ -197,11 +205,9 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="File with such keys, one a line.")] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without a key.")] = None,
     slots: Annotated[int | None, typer.Option(help="Replies developed at once.  [default: 4]")] = None,
-    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
-    provider: Annotated[
-        str | None, typer.Option(help="tensorrt, cpu or cuda; default the bundle's GPU engine, else the CPU.")
-    ] = None,
+    max_context: MaxContext = None,
+    threads: Threads = None,
+    provider: Provider = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.  [default: 64]")] = None,
     shared_rows: Annotated[
         int | None, typer.Option(help="Rows of each reply in a step they share; default by backend.")

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from clover.runtime.terminal.verb import BundlePath, Json, print_json, sentence_on_error, show
+from clover.runtime.terminal.verb import (
+    BundlePath,
+    CoresetTopP,
+    Json,
+    Threads,
+    print_json,
+    sentence_on_error,
+    show,
+)
 
 
 @sentence_on_error
@@ -16,9 +24,7 @@ def logits(
     block: Annotated[str, typer.Option(help="Token ids of the previewed block, masks included: 3,3,3,….")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The .npz file to write.")],
     prompt: Annotated[str, typer.Option(help="Token ids committed before it; may be empty.")] = "1,2,3",
-    coreset_top_p: Annotated[
-        float | None, typer.Option(help="Share of router votes the block's experts cover.")
-    ] = None,
+    coreset_top_p: CoresetTopP = None,
     as_json: Json = False,
 ) -> None:
     """Write the raw logits of a prompt and a block to a file (needs a bundle built --with-logits)."""
@@ -40,7 +46,7 @@ def validate(
     prompt: Annotated[str | None, typer.Option(help="Token ids to run; default random ones.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the random tokens.")] = 0,
     trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Also follow a block token by token.")] = True,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    threads: Threads = None,
     provider: Annotated[
         str | None, typer.Option(help="What runs the trace: tensorrt, cpu or cuda; default what the bundle is for.")
     ] = None,

@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from clover.runtime.errors import CloverError
-from clover.runtime.terminal.verb import Json, print_json, sentence_on_error
+from clover.runtime.terminal.verb import (
+    Json,
+    MaxContext,
+    Provider,
+    Threads,
+    print_json,
+    sentence_on_error,
+)
 
 
 @sentence_on_error
@@ -26,8 +33,8 @@ def bench(
         int | None, typer.Option(help="Interleaved rounds over all prompts and settings.  [default: 3]")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply in tokens.")] = 128,
-    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
+    max_context: MaxContext = None,
+    threads: Threads = None,
     compare: Annotated[
         tuple[str, str] | None, typer.Option(metavar="URL URL", help="Compare two servers by what they get right.")
     ] = None,
@@ -39,7 +46,7 @@ def bench(
         Path | None, typer.Option(help="Where answers are written down; the same path goes on with a broken-off run.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that both servers ask for.")] = None,
-    provider: Annotated[str | None, typer.Option(help="tensorrt, cpu or cuda; default what the bundle is for.")] = None,
+    provider: Provider = None,
     as_json: Json = False,
 ) -> None:
     """Measure a bundle in all its modes, or two servers by what they get right."""

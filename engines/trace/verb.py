@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
-from clover.runtime.terminal.verb import BundlePath, Json, print_json, sentence_on_error
+from clover.runtime.terminal.verb import (
+    BlockSize,
+    BundlePath,
+    CoresetTopP,
+    Json,
+    MaxContext,
+    MaxNewTokens,
+    Mode,
+    Provider,
+    Raw,
+    Threads,
+    Threshold,
+    print_json,
+    sentence_on_error,
+)
 
 
 @sentence_on_error
@@ -15,19 +29,15 @@ def trace(
     bundle: BundlePath,
     prompt: Annotated[str, typer.Argument(help="The user's message.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The .html or .json file to write.")],
-    mode: Annotated[
-        str | None, typer.Option(help="fill, autoregressive, self-speculative or adaptive; default the bundle's.")
-    ] = None,
-    threshold: Annotated[float | None, typer.Option(help="Fill positions whose probability exceeds this.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens developed at once.")] = None,
-    coreset_top_p: Annotated[
-        float | None, typer.Option(help="Share of router votes the block's experts cover.")
-    ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest reply in tokens.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")] = False,
-    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default one a core.")] = None,
-    provider: Annotated[str | None, typer.Option(help="tensorrt, cpu or cuda; default what the bundle is for.")] = None,
+    mode: Mode = None,
+    threshold: Threshold = None,
+    block_size: BlockSize = None,
+    coreset_top_p: CoresetTopP = None,
+    max_new_tokens: MaxNewTokens = None,
+    raw: Raw = False,
+    max_context: MaxContext = None,
+    threads: Threads = None,
+    provider: Provider = None,
     as_json: Json = False,
 ) -> None:
     """Draw how a reply developed: blocks, confidence, experts and time."""

@@ -19,6 +19,19 @@ R = TypeVar("R")
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BundlePath = Annotated[Path, typer.Argument(help="A bundle made by `clover build`.")]
+Mode = Annotated[
+    str | None, typer.Option(help="fill, autoregressive, self-speculative or adaptive; default the bundle's.")
+]
+Threshold = Annotated[float | None, typer.Option(help="Fill positions whose probability exceeds this.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens developed at once.")]
+CoresetTopP = Annotated[float | None, typer.Option(help="Share of router votes the block's experts cover.")]
+MaxNewTokens = Annotated[int | None, typer.Option(help="Longest reply in tokens.")]
+MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default one a core.")]
+Raw = Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")]
+Provider = Annotated[
+    str | None, typer.Option(help="tensorrt, cpu or cuda; default the bundle's GPU engine, else the CPU.")
+]
 
 
 def fail(message: str, code: int = 2) -> typer.Exit:
