@@ -1,6 +1,6 @@
 """Threshold fill: every position the model is sure of is filled at once, at least one a step.
 
-The mathematics is ARCHITECTURE's decode loop: a block starts as masks, a preview gives every masked position its best
+A block starts as masks, a preview gives every masked position its best
 token and its confidence, positions above the threshold are filled for good, and a full block is committed
 causally in the same run that previews the next block for the first time.
 """

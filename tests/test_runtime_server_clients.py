@@ -34,7 +34,7 @@ def client(server: RunningServer) -> Iterator[Any]:
 
 
 @pytest.fixture
-def claude(server: RunningServer) -> Iterator[Any]:
+def anthropic_client(server: RunningServer) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as opened:
         yield opened
 
@@ -96,7 +96,7 @@ def test_logprobs_are_those_of_the_step_that_filled_the_position(client: Any) ->
     assert [(t.token, t.logprob) for t in streamed] == [(t.token, t.logprob) for t in got.content]
 
 
-def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(client: Any, claude: Any) -> None:
+def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(client: Any, anthropic_client: Any) -> None:
     whole = nano().chat(QUESTION, max_new_tokens=40).text
     stop = whole[3:5]
     wanted = whole[: whole.index(stop)]
@@ -106,7 +106,7 @@ def test_stop_strings_end_a_reply_and_nothing_behind_them_leaks(client: Any, cla
     assert got.usage and got.usage.completion_tokens == counted < 10
     deltas = client.chat.completions.create(model="nano", messages=QUESTION, stop=stop, max_tokens=40, stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in deltas) == wanted
-    message = claude.messages.create(model="nano", messages=QUESTION, stop_sequences=[stop], max_tokens=40)
+    message = anthropic_client.messages.create(model="nano", messages=QUESTION, stop_sequences=[stop], max_tokens=40)
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
     assert "".join(b.text for b in message.content if b.type == "text") == wanted
 
@@ -173,15 +173,15 @@ def test_responses_whole_and_streamed(client: Any) -> None:
     )
 
 
-def test_messages_whole_and_streamed(claude: Any) -> None:
+def test_messages_whole_and_streamed(anthropic_client: Any) -> None:
     wanted = nano().chat([{"role": "system", "content": "Be brief."}, *QUESTION], max_new_tokens=200)
     asked: dict[str, Any] = {"model": "nano", "max_tokens": 200, "system": "Be brief.", "messages": QUESTION}
-    got = claude.messages.create(**asked)
+    got = anthropic_client.messages.create(**asked)
     assert [b.text for b in got.content if b.type == "text"] == [wanted.text] and got.stop_reason == "end_turn"
-    tokens = claude.messages.count_tokens(model="nano", system="Be brief.", messages=QUESTION).input_tokens
+    tokens = anthropic_client.messages.count_tokens(model="nano", system="Be brief.", messages=QUESTION).input_tokens
     cached = got.usage.cache_read_input_tokens or 0
     assert tokens == wanted.statistics.prompt_tokens == got.usage.input_tokens + cached
-    with claude.messages.stream(**asked) as stream:
+    with anthropic_client.messages.stream(**asked) as stream:
         kinds = [e.type for e in stream if e.type in RAW_EVENTS]
         final = stream.get_final_message()
     deltas = kinds.count("content_block_delta")
@@ -195,7 +195,7 @@ def test_messages_whole_and_streamed(claude: Any) -> None:
     ]
     assert [b.text for b in final.content if b.type == "text"] == [wanted.text]
     assert final.usage.output_tokens == wanted.statistics.response_tokens
-    cut = claude.messages.create(**{**asked, "max_tokens": 2})
+    cut = anthropic_client.messages.create(**{**asked, "max_tokens": 2})
     assert cut.stop_reason == "max_tokens"
 
 

@@ -156,9 +156,9 @@ def test_clients_see_their_own_errors(server: RunningServer) -> None:
         with pytest.raises(openai.BadRequestError) as full:
             client.chat.completions.create(model="nano", messages=long)
         assert full.value.code == "context_length_exceeded"
-    with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as claude:
+    with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as anthropic_client:
         with pytest.raises(anthropic.BadRequestError) as refused:
-            claude.messages.create(model="nano", max_tokens=5, messages=QUESTION, tool_choice={"type": "any"})
+            anthropic_client.messages.create(model="nano", max_tokens=5, messages=QUESTION, tool_choice={"type": "any"})
         assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
@@ -254,8 +254,8 @@ def test_keys_are_asked_for_everywhere_but_at_the_page_and_probes() -> None:
         assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
         assert server.http.get("/metrics", headers={"x-api-key": "second-key"}).status_code == 200
         answers(server, authorization="Bearer first-key")
-        with anthropic.Anthropic(base_url=server.url, api_key="second-key", max_retries=0) as claude:
-            assert claude.messages.create(model="nano", max_tokens=5, messages=QUESTION).content
+        with anthropic.Anthropic(base_url=server.url, api_key="second-key", max_retries=0) as anthropic_client:
+            assert anthropic_client.messages.create(model="nano", max_tokens=5, messages=QUESTION).content
         with (
             pytest.raises(openai.AuthenticationError),
             openai.OpenAI(base_url=server.url + "/v1", api_key="no", max_retries=0) as c,

@@ -13,6 +13,7 @@ from rich.table import Table
 from clover.runtime.clover import Clover
 from clover.runtime.errors import CloverError
 from clover.runtime.forms.fill import Decision, FilledForm
+from clover.runtime.run_command import read_prompt
 
 
 def fill_command(
@@ -86,7 +87,7 @@ def _value(text: str) -> Any:
 
 def _read(path: Path, what: str) -> str:
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        return read_prompt(sys.stdin) if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise CloverError(f"{what} {path} is not UTF-8 text ({error.reason}); convert it first.") from None
 
