@@ -142,6 +142,37 @@ def test_fields_that_change_nothing_are_taken(server: RunningServer) -> None:
         assert got.status_code == 200, (path, got.text)
 
 
+def test_a_whole_number_is_an_integer_however_it_is_written(server: RunningServer) -> None:
+    floats = {"n": 2.0, "max_tokens": 5.0, "top_k": 0.0, "seed": 3.0, "block_size": 32.0}
+    ints = {name: int(value) for name, value in floats.items()}
+    for path, extra in ((CHAT, {}), (TEXT, {"best_of": 2.0, "prompt": [5.0, 6.0]})):
+        replies = [server.http.post(path, json={**BASE[path], **given, **extra}).json() for given in (floats, ints)]
+        assert replies[0]["choices"] == replies[1]["choices"] and len(replies[0]["choices"]) == 2
+    for name in floats:
+        for wrong in (2.5, 1e300, "2", True):
+            got = server.http.post(CHAT, json={**BASE[CHAT], name: wrong})
+            assert (got.status_code, got.json()["error"]["param"]) == (400, name), (name, wrong, got.text)
+    got = server.http.post(TEXT, json={"prompt": [1, 2.5]})
+    assert (got.status_code, got.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_a_chat_the_template_cannot_render_is_the_clients_fault() -> None:
+    source = "{% for m in messages %}{{ 1 / (m.content | length - 4) }}{{ raise_exception('no') if m.content == 'no' }}{% endfor %}"
+    with RunningServer(nano_slots(1, source), slots=1) as odd:
+        for path, body, field in (
+            (CHAT, {"messages": [{"role": "user", "content": "trap"}]}, "messages"),
+            (CHAT, {"messages": [{"role": "user", "content": "no"}]}, "messages"),
+            (MESSAGES, {"messages": [{"role": "user", "content": "trap"}], "max_tokens": 5}, "messages"),
+            (RESPONSES, {"input": "trap"}, "input"),
+        ):
+            got = odd.http.post(path, json=body)
+            assert (got.status_code, got.json()["error"]["param"]) == (400, field), got.text
+        assert (
+            odd.http.post(CHAT, json={**BASE[CHAT], "messages": [{"role": "user", "content": "fit"}]}).status_code
+            == 200
+        )
+
+
 def test_clients_see_their_own_errors(server: RunningServer) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as bad:
@@ -187,6 +218,9 @@ def test_hostile_bodies_and_headers_get_4xx(server: RunningServer) -> None:
         "infinite": (b'{"temperature": 1e999}', 400),
         "not utf-8": (b'{"messages": "\xff\xfe"}', 400),
         "null byte": (b"\x00", 400),
+        "byte order mark": (b"\xef\xbb\xbf{}", 400),
+        "a field twice": (b'{"max_tokens": 5, "max_tokens": 6}', 400),
+        "a nested field twice": (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', 400),
         "many lists": (b'{"messages": [' + b"[]," * 200_000 + b"[]]}", 400),
         "too large": (b" " * (2**20 + 1), 413),
     }

@@ -193,6 +193,31 @@ def test_bad_templates_fail_fast_and_clearly(source: str) -> None:
         template(source).render(user("a"))
 
 
+@pytest.mark.parametrize(
+    "trap",
+    [
+        "{{ 1 / (messages[0].content | length - 4) }}",
+        "{{ 1 + messages[0].content if messages[0].content == 'trap' }}",
+        "{{ {}[messages[0].content].a.b if messages[0].content == 'trap' }}",
+        "{% for i in range((messages[0].content | length - 1) * 999999) %}{% endfor %}",
+        "{% if messages[0].content == 'trap' %}{{ raise_exception('x' * 10000) }}{% endif %}",
+    ],
+)
+def test_messages_that_trip_a_working_template_are_the_requests_fault(trap: str) -> None:
+    source = template("{{ messages[0].content }}" + trap)
+    assert source.render(user("a")).text.startswith("a")
+    with pytest.raises(RequestError) as caught:
+        source.render(user("trap"))
+    assert caught.value.field == "messages" and len(str(caught.value)) < 300
+
+
+def test_tools_that_trip_a_working_template_are_named() -> None:
+    source = template("{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.parameters + 1 }}{% endfor %}")
+    with pytest.raises(RequestError) as caught:
+        source.render(user("plain"), tools=[TOOL])
+    assert caught.value.field == "tools"
+
+
 def test_loading(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"chat_template\.jinja"):
         ChatTemplate.load(tmp_path, TOKENIZER)

@@ -55,7 +55,9 @@ def parse_json(raw: bytes) -> Any:
         text = raw.decode()
         if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(text) > MAX_DEPTH:
             raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels.")
-        return json.loads(text, parse_constant=_no_constants, parse_float=_finite)
+        return json.loads(
+            text, parse_constant=_no_constants, parse_float=_finite, object_pairs_hook=_object_without_repeats
+        )
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8.") from None
     except json.JSONDecodeError as error:
@@ -83,6 +85,16 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:20]} is too large")
     return value
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. One of two values under a name would have to be ignored."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ApiError(400, f"the field {repeated[:60]!r} is given twice in one object; give it once.", repeated[:60])
+    return made
 
 
 def _no_constants(name: str) -> NoReturn:

@@ -12,7 +12,7 @@ from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
 from clover.runtime.server.chat import step_json, stream_fields, token_limit, usage_json
 from clover.runtime.server.errors import ApiError
-from clover.runtime.server.fields import Fields
+from clover.runtime.server.fields import Fields, whole_number
 from clover.runtime.server.generation import Choice, Ended, Generation, Usage
 from clover.runtime.server.parts import new_id
 from clover.runtime.server.request import (
@@ -77,21 +77,25 @@ def _prompts(given: Any, tokenizer: Tokenizer) -> list[list[int]]:
     if isinstance(given, str):
         return [tokenizer.encode(given)]
     if isinstance(given, list) and given:
-        if all(_is_id(item) for item in given):
-            return [given]
+        if (ids := _ids(given)) is not None:
+            return [ids]
         if len(given) > MAX_PROMPTS:
             raise RequestError("prompt", f"prompt holds {len(given)} prompts; send at most {MAX_PROMPTS} at once.")
         if all(isinstance(item, str) for item in given):
             return [tokenizer.encode(item) for item in given]
-        if all(isinstance(item, list) and all(_is_id(t) for t in item) for item in given):
-            return given
+        lists = [_ids(item) if isinstance(item, list) else None for item in given]
+        if all(ids is not None for ids in lists):
+            return [ids for ids in lists if ids is not None]
     raise RequestError(
         "prompt", "prompt must be a string, a list of strings, a list of token ids or a list of such lists."
     )
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _ids(given: list[Any]) -> list[int] | None:
+    """A list of token ids, or None when it is a list of something else."""
+    if not all(type(item) is int for item in given):
+        given = [whole_number(item) for item in given]
+    return given if all(type(item) is int for item in given) else None
 
 
 def whole(request: CompletionRequest, choices: Sequence[Choice], usage: Usage, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Fields:
         return value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.take(name)
+        value = whole_number(self.take(name))
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -84,7 +84,7 @@ class Fields:
 
     def only(self, name: str, *allowed: Any, why: str) -> None:
         """A field of which only values that change nothing can be honoured."""
-        value = self.take(name)
+        value = whole_number(self.take(name))
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             raise self.refuse(name, f"is {_short(value)}, which can't be honoured: {why}")
 
@@ -97,6 +97,11 @@ class Fields:
         """Raises RequestError for the first field that nobody took."""
         for name in self._left:
             raise self.refuse(str(name), "isn't supported; remove it.")
+
+
+def whole_number(value: Any) -> Any:
+    """2 for 2.0, anything else as it is: to JSON they are one number, and many clients write every number as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _short(value: Any) -> str:

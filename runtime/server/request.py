@@ -10,12 +10,13 @@ from clover.runtime.errors import RequestError
 from clover.runtime.forms.template import Form
 from clover.runtime.options import DecodeOptions
 from clover.runtime.server.calls import Tools
-from clover.runtime.server.fields import Fields
+from clover.runtime.server.fields import Fields, whole_number
 
 MAX_CHOICES = 16
 # fields that have the same name and meaning in a request as in DecodeOptions
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
 PENALTY_FIELDS = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty")
+INTEGER_FIELDS = ("top_k", "seed", "block_size")  # of them, those that are integers
 CLOVER_FIELDS = ("threshold", "block_size", "coreset_top_p", "mode")
 
 
@@ -39,7 +40,8 @@ class Ask:
 def decode_fields(fields: Fields, *, penalties: bool = True) -> dict[str, Any]:
     """The decode options a request gives, by DecodeOptions' names; make_options checks their values."""
     names = (*SAMPLING_FIELDS, *(PENALTY_FIELDS if penalties else ()), *CLOVER_FIELDS)
-    return {name: value for name in names if (value := fields.take(name)) is not None}
+    given = {name: value for name in names if (value := fields.take(name)) is not None}
+    return {name: whole_number(value) if name in INTEGER_FIELDS else value for name, value in given.items()}
 
 
 def logit_bias(fields: Fields) -> dict[int, float] | None:

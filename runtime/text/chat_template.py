@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 # Elements of all ranges in one render together, and characters of one repeated string.
 MAX_RANGE = 1_000_000
 MAX_REPEATED = 1_000_000
+MAX_REASON = 200  # characters of a template's complaint that are repeated
+# what Python raises beside Jinja's own errors when a template does something it can't with what it was given
+_TEMPLATE_FAULTS = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 class ChatTemplate:
@@ -93,8 +97,9 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """The prompt for `messages` (see messages.py for their form). `enable_thinking` None leaves it to the template.
 
-        Raises RequestError when a message is refused (by us or by the template's raise_exception), or when tools or
-        enable_thinking are given and the template doesn't read them; BundleError when the template itself fails.
+        Raises RequestError when a message is refused (by us or by the template's raise_exception) or trips the template,
+        or when tools or enable_thinking are given and the template doesn't read them; BundleError when the template fails
+        on every request.
         """
         import jinja2
 
@@ -114,12 +119,35 @@ class ChatTemplate:
         try:
             text = self._template.render(variables)
         except _RefusedError as error:
-            raise RequestError("messages", f"the chat template refuses the messages: {error}") from error
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise BundleError(f"the bundle's chat template failed on these messages: {error}.") from error
-        except RecursionError as error:
-            raise BundleError("the bundle's chat template recurses without end.") from error
+            raise RequestError(
+                "messages", f"the chat template refuses the messages: {str(error)[:MAX_REASON]}"
+            ) from error
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
+            reason = str(error)[:MAX_REASON]
+            if known_tools and self._renders({**variables, "tools": None}):
+                raise RequestError("tools", f"the chat template can't render these tools: {reason}") from error
+            if self._works:
+                raise RequestError("messages", f"the chat template can't render these messages: {reason}") from error
+            raise BundleError(f"the bundle's chat template fails on every chat: {reason}.") from error
         return RenderedPrompt(text, guard, opens_thinking=add_generation_prompt and text.rstrip().endswith("<think>"))
+
+    @cached_property
+    def _works(self) -> bool:
+        """Whether the template can render a plain chat: if it can, a failure lies in the messages."""
+        plain = {**self._variables, "tools": None, "add_generation_prompt": True}
+        return any(self._renders({**plain, "messages": [{"role": r, "content": "a"}]}) for r in ("user", "system"))
+
+    def _renders(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the template renders with these variables, or refuses them itself."""
+        import jinja2
+
+        try:
+            self._template.render({**variables, "range": _bounded_range()})
+        except _RefusedError:
+            return True
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS):
+            return False
+        return True
 
     def _protect_message(self, message: dict[str, Any], guard: str) -> dict[str, Any]:
         # What users and tools write may spell no added token at all: `</tool_response>` in a tool's result would end it
