@@ -95,6 +95,18 @@ def round_to_bfloat16(values: Floats) -> Floats:
     return values.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
+def check_quantisable(weight: Values, group_size: int, name: str) -> None:
+    """Raises CloverError naming `name` when `weight` [..., K] can't be cut into groups of `group_size`."""
+    if group_size not in GROUP_SIZES:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise CloverError(f"group size {group_size} of {name} is not supported; choose from {sizes}.")
+    if weight.ndim == 0 or weight.shape[-1] % group_size:
+        raise CloverError(
+            f"{name} of shape {list(weight.shape)} can't be quantised in groups of {group_size}: its last axis is no "
+            "multiple of that; choose a smaller group size or leave this tensor unquantised."
+        )
+
+
 def _dequantize(values: Bytes, scales: Floats, zero_point: int) -> Floats:
     groups = values.reshape(*scales.shape, -1).astype(np.float32)
     groups -= np.float32(zero_point)
@@ -105,14 +117,7 @@ def _dequantize(values: Bytes, scales: Floats, zero_point: int) -> Floats:
 def _quantize(
     weight: Values, group_size: int, name: str, form: _Format, search: bool, signed: bool
 ) -> tuple[Bytes, Floats]:
-    if group_size not in GROUP_SIZES:
-        sizes = ", ".join(map(str, GROUP_SIZES))
-        raise CloverError(f"group size {group_size} of {name} is not supported; choose from {sizes}.")
-    if weight.ndim == 0 or weight.shape[-1] % group_size:
-        raise CloverError(
-            f"{name} of shape {list(weight.shape)} can't be quantised in groups of {group_size}: its last axis is no "
-            "multiple of that; choose a smaller group size or leave this tensor unquantised."
-        )
+    check_quantisable(weight, group_size, name)
     groups = np.ascontiguousarray(weight).reshape(-1, group_size)
     packed_size = group_size // form.per_byte
     values = np.empty((len(groups), packed_size), np.uint8)
