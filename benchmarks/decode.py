@@ -1,7 +1,7 @@
 """Decode speed: threshold fill at each block size against the autoregressive mode of the same bundle, and both
-against transformers' generate on the same checkpoint, interleaved in one run.
+against transformers' generate on the same checkpoint and llama.cpp on the bundle's own integers, interleaved in one run.
 
-    python benchmarks/decode.py --checkpoint examples/nano
+    python benchmarks/decode.py --checkpoint examples/nano --llama-cpp V/bin/python
     python benchmarks/decode.py --checkpoint FULL_WIDTH --bundle BUNDLE --tokens-per-step 8 --no-transformers
 
 With `--tokens-per-step N` (for random weights, whose confidence means nothing) every step fills N positions. Prints
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf_bundle import write_gguf
+from llamacpp import LlamaCpp
 
 from clover import Clover
 from clover.engines.build import BuildRequest, build_target
@@ -204,6 +207,8 @@ def main() -> None:
     a.add_argument("--block-size", type=int, action="append", help="repeatable; default all of the bundle")
     a.add_argument("--threads", type=int)
     a.add_argument("--no-transformers", action="store_true")
+    a.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter that has llama-cpp-python")
+    a.add_argument("--gguf", type=Path, help="the bundle's GGUF file (benchmarks/gguf_bundle.py); made when not there")
     a.add_argument("--json", action="store_true")
     args = a.parse_args()
     folder = tempfile.TemporaryDirectory()
@@ -218,9 +223,17 @@ def main() -> None:
     }
     modes |= {f"fill {b}": engine.options(mode="fill", block_size=b, max_new_tokens=args.max_new_tokens) for b in sizes}
     rival = None if args.no_transformers else Transformers(args.checkpoint, args.threads)
+    peer = None
+    if args.llama_cpp:
+        gguf = args.gguf or Path(folder.name) / "bundle.gguf"
+        if not gguf.exists():
+            write_gguf(engine.bundle, gguf)
+        peer = LlamaCpp(args.llama_cpp, gguf, args.threads or os.cpu_count() or 1)
     runs: dict[str, list[Run]] = {name: [] for name in modes}
     if rival:
         runs["transformers"] = []
+    if peer:
+        runs["llama.cpp"] = []
     for repeat in range(args.repeat + 1):  # the first round warms up
         for prompt in asked:
             for name, options in modes.items():
@@ -231,12 +244,20 @@ def main() -> None:
                 result = rival.run(prompt, args.max_new_tokens, engine.bundle.manifest.eos_token_ids)
                 if repeat:
                     runs["transformers"].append(result)
+            if peer:
+                ids, seconds, first = peer.run(prompt, args.max_new_tokens, engine.bundle.manifest.eos_token_ids)
+                if repeat:
+                    runs["llama.cpp"].append(Run(len(ids), len(ids), seconds, seconds, first))
+    if peer:
+        peer.close()
     table = {name: summary(r) for name, r in runs.items()}
     base = table["autoregressive"]["tokens_per_second"]
     for row in table.values():
         row["against_autoregressive"] = row["tokens_per_second"] / base
         if rival:
             row["against_transformers"] = row["tokens_per_second"] / table["transformers"]["tokens_per_second"]
+        if peer:
+            row["against_llama_cpp"] = row["tokens_per_second"] / table["llama.cpp"]["tokens_per_second"]
     block = engine.bundle.manifest.trained_block_size
     parts = {
         f"denoise, {block} rows": step_parts(engine.bundle, block, 0, args.threads),
@@ -253,20 +274,22 @@ def main() -> None:
         "max_new_tokens": args.max_new_tokens,
         "tokens_per_step": args.tokens_per_step or "by threshold",
         "transformers_dtype": rival.dtype if rival else None,
+        "llama_cpp_python": peer.version if peer else None,
     }
     if args.json:
         print(json.dumps({"conditions": conditions, "modes": table, "parts": parts}, indent=1))
         return
     print(", ".join(f"{k} {v}" for k, v in conditions.items()))
     print(
-        f"{'mode':<16}{'tokens/s':>10}{'spread':>18}{'tok/step':>10}{'x ar':>8}{'x hf':>8}{'python ms':>11}{'share':>8}{'first ms':>10}"
+        f"{'mode':<16}{'tokens/s':>10}{'spread':>18}{'tok/step':>10}{'x ar':>8}{'x hf':>8}{'x llama':>8}{'python ms':>11}{'share':>8}{'first ms':>10}"
     )
     for name, row in table.items():
         spread = f"{row['low']:.0f}-{row['high']:.0f}"
         against = f"{row['against_transformers']:.1f}" if rival else "-"
+        llama = f"{row['against_llama_cpp']:.2f}" if peer else "-"
         print(
             f"{name:<16}{row['tokens_per_second']:>10.1f}{spread:>18}{row['tokens_per_step']:>10.2f}"
-            f"{row['against_autoregressive']:>8.2f}{against:>8}{row['python_ms_per_step']:>11.3f}"
+            f"{row['against_autoregressive']:>8.2f}{against:>8}{llama:>8}{row['python_ms_per_step']:>11.3f}"
             f"{100 * row['python_share']:>7.1f}%{row['first_token_ms']:>10.1f}"
         )
     for name, shares in parts.items():
