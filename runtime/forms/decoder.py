@@ -10,15 +10,17 @@ threshold, and if there is none, the single most confident one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 
 from clover.runtime.decoder import DecodeCounts, DecodeEvent, PromptFeed, StepEvent
-from clover.runtime.forms.slots import Row, Slot, open_slot
+from clover.runtime.errors import RequestError
+from clover.runtime.forms.slots import FreeSlot, Row, Slot, open_slot
 from clover.runtime.forms.template import Choice, Form, Hole, Number
 from clover.runtime.forms.vocabulary import Vocabulary
 from clover.runtime.options import DecodeOptions
-from clover.runtime.session import NO_ADJUSTMENT, Adjustment, Candidates, Floats, SequenceRows
+from clover.runtime.session import NO_ADJUSTMENT, Adjustment, Candidates, SequenceRows
 
 OTHERS = 64  # candidates of a free hole's row beside those that some hole needs
 RAISED = (
@@ -39,14 +41,18 @@ class FormDecoder:
         mask_id: int,
         eos_ids: Sequence[int],
         vocab_size: int,
+        room: int,
     ) -> None:
-        """Raises RequestError for a form that can't be spelled in tokens."""
+        """`room`: tokens that the form may take. Raises RequestError for a form that can't be spelled in tokens."""
         self.counts = DecodeCounts(prompt_tokens=len(prompt))
         self._options, self._mask_id = options, mask_id
         self._padding = [eos_ids[0], eos_ids[-1]]  # behind the form: the end, then what fills a block behind an end
         self.segments: list[list[int] | Slot] = []
-        self._fixed: list[str] = []
         self._build(form, vocabulary, eos_ids)
+        if self.longest > min(room, options.max_new_tokens or room):
+            for slot in self.slots:
+                if isinstance(slot, FreeSlot):
+                    slot.shorten()
         needed = sorted(frozenset().union(*(slot.needed for slot in self.slots)))
         self._adjustment = NO_ADJUSTMENT
         self._candidates = min(vocab_size, len(needed) + OTHERS)
@@ -70,7 +76,11 @@ class FormDecoder:
                 lead = ""
                 continue
             lead = _lead(part, following, vocabulary) if isinstance(following, Hole) else ""
-            self.segments.append(vocabulary.encode(part[: len(part) - len(lead)]))
+            text = part[: len(part) - len(lead)]
+            ids = vocabulary.encode(text)
+            if not vocabulary.spells(ids, text):
+                raise RequestError(form.field, f"{form.field}: the text {text[:40]!r} can't be spelled in tokens.")
+            self.segments.append(ids)
 
     @property
     def slots(self) -> list[Slot]:
@@ -135,11 +145,11 @@ class FormDecoder:
         self.counts.steps += 1
         self.counts.blocks += self._step == 0
         self._step += 1
-        rows = {p: _row(candidates.ids[n], candidates.logprobs[n]) for n, p in enumerate(self._asked)}
+        row_of = {p: n for n, p in enumerate(self._asked)}
         before, offered = self._block(), []
         filled = 0
         for slot, shown in self._shown():
-            own = [rows[p] for p in shown]
+            own = _Rows(candidates, [row_of[p] for p in shown])
             filled += slot.take(own, self._options.threshold, False)
             offered.append((slot, own))
         if not filled:
@@ -216,5 +226,27 @@ def _lead(before: str, hole: Hole, vocabulary: Vocabulary) -> str:
     return " " if sum(vocabulary.encode(before + s)[: len(apart)] == apart for s in samples) * 2 < len(samples) else ""
 
 
-def _row(ids: np.ndarray[tuple[int], np.dtype[np.int64]], logprobs: Floats) -> Row:
-    return dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+class _Rows(Sequence[Row]):
+    """Rows of a step's candidates, each made a mapping when it is first looked at: most often few are."""
+
+    def __init__(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        self._candidates, self._rows = candidates, rows
+        self._made: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Row]: ...
+
+    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        row = self._rows[at]
+        if row not in self._made:
+            ids, logprobs = self._candidates.ids[row], self._candidates.logprobs[row]
+            self._made[row] = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return self._made[row]

@@ -62,10 +62,10 @@ def fill_form(
 ) -> FilledForm:
     """Fills a form behind `prompt` in slot 0. Raises RequestError when the context can't hold both."""
     began, times = time.perf_counter(), StepTimes()
-    decoder = FormDecoder(
-        prompt, form, options, vocabulary, mask_id=mask_id, eos_ids=eos_ids, vocab_size=vocab_size
-    )  # fmt: skip
     room = session.max_context - len(prompt)
+    decoder = FormDecoder(
+        prompt, form, options, vocabulary, mask_id=mask_id, eos_ids=eos_ids, vocab_size=vocab_size, room=room
+    )  # fmt: skip
     if decoder.longest > room:
         raise RequestError(
             form.field,

@@ -123,8 +123,8 @@ def _string(schema: Mapping[str, Any], field: str, where: str, path: str) -> tup
         )
     if not _is_count(least) or least > most:
         raise RequestError(field, f"{where}: keyword 'minLength' must be a number from 0 to maxLength.")
-    # a token holds at least one character
-    return ['"', Hole(path, Free(most, least, most, banned='"\\')), '"'], lambda values: values[path]
+    # a character takes four tokens at most
+    return ['"', Hole(path, Free(4 * most, least, most, banned='"\\')), '"'], lambda values: values[path]
 
 
 def _range(schema: Mapping[str, Any], field: str, where: str, path: str) -> tuple[Parts, Assemble]:

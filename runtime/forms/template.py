@@ -20,7 +20,10 @@ MAX_CHOICES = 256
 
 @dataclass(frozen=True)
 class Free:
-    """At most `tokens` tokens of text, of `least` to `most` characters, none of them in `banned` or a control character."""
+    """At most `tokens` tokens of text, of `least` to `most` characters, none of them in `banned` or a control character.
+
+    Where `most` is given, `tokens` may be cut down to it when the context is short.
+    """
 
     tokens: int
     least: int = 1
@@ -74,6 +77,9 @@ def make_form(parts: Sequence[str | Hole], field: str, assemble: Callable[[Mappi
     Raises RequestError for no holes, two of one name, two that touch, and choices that can't be told apart.
     """
     joined: list[str | Hole] = []
+    for text in _texts(parts):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise RequestError(field, f"{field} is not valid Unicode (it holds half of a surrogate pair); correct it.")
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
             joined[-1] += part
@@ -96,6 +102,15 @@ def make_form(parts: Sequence[str | Hole], field: str, assemble: Callable[[Mappi
             )
         _check_follows(part, following, field)
     return Form(tuple(joined), field, assemble)
+
+
+def _texts(parts: Sequence[str | Hole]) -> Iterator[str]:
+    """Everything that a form may write by itself."""
+    for part in parts:
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part.kind, Choice):
+            yield from part.kind.texts
 
 
 def _check_follows(hole: Hole, following: str, field: str) -> None:

@@ -159,6 +159,7 @@ class Service:
             mask_id=manifest.mask_token_id,
             eos_ids=manifest.eos_token_ids,
             vocab_size=manifest.config.vocab_size,
+            room=self.engine.session.max_context - len(prompt),
         )
 
     def form_ask(
@@ -183,7 +184,8 @@ class Service:
         template = self.engine.template
         if template is not None and template.supports_thinking:
             thinking = False
-        options = self.engine.options(**form_options(given))
+        # the limit does not act on a form, but strings that it leaves no room for are kept short
+        options = self.engine.options(**form_options(given), max_new_tokens=given.get("max_new_tokens"))
         ids, opens_thinking = self.chat_prompt(messages, [], thinking, field)
         if opens_thinking:
             raise RequestError(

@@ -68,6 +68,10 @@ class Tokenizer:
             self._plain.pre_tokenizer = raw.pre_tokenizer
         self._added_ids: dict[str, int] = {token.content: id_ for id_, token in added.items()}
         self._skipped = frozenset(id_ for id_, token in added.items() if token.special and token.content not in MARKERS)
+        # And without normalisation, which puts other characters in the place of some.
+        self._exact = self._plain if raw.normalizer is None else RawTokenizer(raw.model)
+        if raw.normalizer is not None and raw.pre_tokenizer is not None:
+            self._exact.pre_tokenizer = raw.pre_tokenizer
         # Longest first: the tokenizers library matches the longest added token at the leftmost place.
         names = sorted(self._added_ids, key=len, reverse=True)
         self._added_pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
@@ -129,7 +133,13 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text in which nothing is a control token: `<|im_end|>` is encoded as the letters it is made of."""
-        ids = _ids(self._plain, text)
+        return self._without_control(_ids(self._plain, text))
+
+    def encode_exact(self, text: str) -> list[int]:
+        """`encode_plain` of the very characters given, normalised or not: the ids' bytes are the text's."""
+        return self._without_control(_ids(self._exact, text))
+
+    def _without_control(self, ids: list[int]) -> list[int]:
         # A model that keeps added tokens in its own vocabulary could still yield one for a whole word.
         if not self._skipped.isdisjoint(ids):
             raise RequestError("prompt", "the text can't be encoded without control tokens; remove the special tokens.")
