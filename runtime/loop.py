@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from clover.runtime.decoder import DecodeEvent, Decoder
-from clover.runtime.session import StepSession
+from clover.runtime.session import SequenceRows, StepSession
 
 
 @dataclass
 class StepTimes:
-    """Where a decode's time went, in seconds."""
+    """Where a decode's time went, in seconds, and what its steps ran, where a list is given to note it in."""
 
     session: float = 0.0  # inside the engine
     decoder: float = 0.0  # planning and accepting
+    rows: list[SequenceRows] | None = None
 
 
 def decode(session: StepSession, decoder: Decoder, slot: int, times: StepTimes) -> Iterator[DecodeEvent]:
@@ -30,4 +31,6 @@ def decode(session: StepSession, decoder: Decoder, slot: int, times: StepTimes) 
         events = decoder.accept(candidates)
         times.session += stepped - planned
         times.decoder += planned - start + clock() - stepped
+        if times.rows is not None:
+            times.rows.append(rows)
         yield from events

@@ -52,9 +52,15 @@ class OrtSession:
         max_rows: int = 256,
         threads: int | None = None,
         providers: Sequence[str] = ("CPUExecutionProvider",),
+        prepack: bool = True,
+        profile: Path | None = None,
     ) -> None:
-        """`model` is the graph's bytes, its external data relative to `weights`; or an optimised model's path."""
-        self._session = create_session(model, weights, threads=threads, providers=providers)
+        """`model` is the graph's bytes, its external data relative to `weights`; or an optimised model's path.
+        `prepack`: rearrange the weights for this CPU, into private memory where the model does not bring them along.
+        `profile`: how the path of a file begins that takes the time of every node (see `end_profile`)."""
+        self._session = create_session(
+            model, weights, threads=threads, providers=providers, prepack=prepack, profile=profile
+        )
         self._sequences, self._max_context, self._max_rows = sequences, max_context, max_rows
         self._positions = np.zeros(sequences, np.int64)
         self._before: dict[int, StateSnapshot] = {}  # by slot: where a tentative commit returns to
@@ -143,6 +149,10 @@ class OrtSession:
         self._values.clear()
         self._state.clear()
         del self._session
+
+    def end_profile(self) -> Path:
+        """Ends the profile that the session was opened with and returns its file."""
+        return Path(self._session.end_profiling())
 
     def _prepare(self, r: SequenceRows) -> None:
         """Takes a tentative commit back, or keeps aside what one needs: KV rows past the position don't matter."""
@@ -281,13 +291,23 @@ def _pad_adjustment(b: _Binding, s: int, used: int) -> None:
 
 
 def create_session(
-    model: bytes | Path, weights: Path | None, *, threads: int | None, providers: Sequence[str]
+    model: bytes | Path,
+    weights: Path | None,
+    *,
+    threads: int | None,
+    providers: Sequence[str],
+    prepack: bool = True,
+    profile: Path | None = None,
 ) -> Any:  # onnxruntime.InferenceSession
     """Opens a model whose external data lies in `weights`. Warnings are ours to give, not the library's."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if threads:
         options.intra_op_num_threads = threads
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    if not prepack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if weights is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
     source = model if isinstance(model, bytes) else str(model)
