@@ -13,7 +13,9 @@ import pytest
 from clover.plugins.bidirectional_gdn import kernel_launch as gdn
 from clover.plugins.bidirectional_gdn.spec import GatedDeltaNetAttributes
 from clover.plugins.kernels.compile import ARCHITECTURES, compile_kernel, compile_kernels
-from clover.plugins.kernels.cubin import SHARED_MEMORY_LIMIT, Cubin
+from clover.plugins.kernels.cubin import SHARED_MEMORY_LIMIT, Cubin, source_digest
+from clover.plugins.kernels.image import check_image, read_image
+from clover.plugins.kernels.launch import parameter_layout
 from clover.plugins.kernels.model_kernels import full_model_kernels, table
 from clover.plugins.kernels.plan import Kernel
 from clover.plugins.moe_coreset_routing import kernel_launch as routing
@@ -52,6 +54,13 @@ def check(cubin: Cubin) -> None:
     assert cubin.hidden_parameters == 2  # Triton 3.9: global scratch and profile scratch
     assert 0 < cubin.registers <= 255
     assert b"kernel.py" not in cubin.image, "a path of the build machine is inside"
+    image = check_image(cubin)
+    assert image.sm == cubin.sm and image.threads == cubin.threads
+    # what the driver copies arguments by is what the launcher packs: pointers, numbers, two scratch pointers
+    sizes = [8 if kind.startswith("*") else 4 for _, kind in cubin.kernel.signature] + [8, 8]
+    assert [size for _, size in image.parameters] == sizes
+    assert image.parameters == parameter_layout(cubin)
+    assert cubin.source == source_digest(cubin.kernel.module)
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 120])
@@ -112,6 +121,49 @@ def test_a_stored_cubin_reads_back_and_damage_is_noticed(cache: Path, tmp_path: 
     image.unlink()
     with pytest.raises(BundleError, match="can't be read"):
         Cubin.read(description)
+
+
+def test_an_image_that_disagrees_with_its_description_is_found(cache: Path) -> None:
+    """Another count, order or width of parameters, other threads, another architecture, another kernel, half a file."""
+    cubin = compile_kernel(small_kernels()[0], 120, cache=cache)
+    signature = cubin.kernel.signature
+
+    def with_signature(*given: tuple[str, str]) -> Cubin:
+        return replace(cubin, kernel=replace(cubin.kernel, signature=given))
+
+    for wrong, told in (
+        (replace(cubin, hidden_parameters=1), "takes parameters"),
+        (with_signature(*signature[1:]), "takes parameters"),
+        (with_signature(signature[-1], *signature[:-1]), "takes parameters"),
+        (with_signature(*signature[:-1], ("rows", "i64")), "takes parameters"),
+        (replace(cubin, kernel=replace(cubin.kernel, num_warps=8)), "needs blocks of 128 threads, not 256"),
+        (replace(cubin, sm=121), "is compiled for SM 120"),
+        (replace(cubin, entry="other"), "holds no kernel other"),
+        (replace(cubin, image=cubin.image[:3000]), "can't be read"),
+        (replace(cubin, image=b"PK" + cubin.image[2:]), "is not a cubin"),
+        (replace(cubin, shared_bytes=100 * 1024), "bytes of shared memory"),
+    ):
+        with pytest.raises(BundleError, match=told):
+            check_image(wrong)
+    older = compile_kernel(small_kernels()[0], 89, cache=cache)
+    assert read_image(older.image, older.entry).sm == 89, "another ELF version keeps it elsewhere"
+
+
+def test_a_kernel_changed_with_or_without_its_launch_code_has_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("kernel", "kernel_launch"):
+        (tmp_path / f"{name}.py").write_bytes(b"one = 1\ntwo = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first = source_digest("kernel")
+    (tmp_path / "kernel.py").write_bytes(b"one = 1\r\ntwo = 2\r\n")
+    assert source_digest("kernel") == first, "the line ends of another system"
+    for name in ("kernel", "kernel_launch"):
+        (tmp_path / f"{name}.py").write_bytes(b"one = 2\n")
+        assert source_digest("kernel") != first
+        first = source_digest("kernel")
+    with pytest.raises(CloverError, match="reinstall clover"):
+        source_digest("no_such_kernel")
 
 
 def test_the_cache_notices_a_changed_kernel_and_mends_a_damaged_entry(tmp_path: Path) -> None:

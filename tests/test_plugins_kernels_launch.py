@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,8 @@ from clover.plugins.bidirectional_gdn.spec import GatedDeltaNetAttributes
 from clover.plugins.kernels.cubin import Cubin
 from clover.plugins.kernels.launch import KernelLibrary
 from clover.plugins.kernels.plan import Kernel, Plan
+from clover.plugins.moe_coreset_routing import kernel_launch as routing
+from clover.plugins.moe_coreset_routing.spec import CoresetAttributes
 from clover.plugins.moe_experts import kernel_launch as experts
 from clover.plugins.moe_experts.spec import ExpertsAttributes
 from clover.runtime.errors import BundleError, CloverError
@@ -86,7 +88,9 @@ class Driver:
 
 
 def cubin(kernel: Kernel, shared: int = 1024) -> Cubin:
-    return Cubin(kernel, 120, "sm_120a", kernel.function, kernel.function.encode(), shared, 2, 64, 0, 0, "3.9.0", "13")
+    return Cubin(
+        kernel, 120, "sm_120a", kernel.function, kernel.function.encode(), shared, 2, 64, 0, 0, "3.9.0", "13", ""
+    )
 
 
 def library(plan: Plan, driver: Driver, shared: int = 1024) -> KernelLibrary:
@@ -124,6 +128,27 @@ def test_arguments_grid_block_and_stream_reach_the_driver() -> None:
     prepared.launch(moved, workspace=0x30_0000_0000, stream=0)
     assert driver.launches[2].values[0] == moved["qkv"] and driver.launches[2].values[7] == 0x30_0000_0000
     assert len(driver.images) == 2
+
+
+def test_a_number_for_a_pointer_or_the_other_way_round_is_no_launch() -> None:
+    launch = gdn_plan().launches[0]
+    for arguments in ((7, *launch.arguments[1:]), (*launch.arguments[:-1], "rows"), launch.arguments[:-1]):
+        with pytest.raises(ValueError, match="argument"):
+            replace(launch, arguments=arguments)
+
+
+def test_no_grid_passes_what_the_device_takes() -> None:
+    """65,535 blocks along y and z: only x may count rows of all sequences."""
+    shapes = experts.ExpertShapes(ExpertsAttributes(8, 512, 128), 2048, 256)
+    net = GatedDeltaNetAttributes(16, 32, 128, 128, 32, 0.1)
+    plans = (
+        experts.plan(shapes, rows=512 * 512),
+        gdn.plan(net, sequences=512, rows=512),
+        routing.plan(CoresetAttributes(8, 8), sequences=512, rows=512, experts=256),
+    )
+    for plan in plans:
+        for launch in plan.launches:
+            assert max(launch.grid[1:]) <= 65_535, launch.kernel.function
 
 
 def test_workspace_buffers_do_not_overlap_and_fit() -> None:

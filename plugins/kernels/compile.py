@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from clover.plugins.kernels.cubin import SHARED_MEMORY_LIMIT, Cubin
+from clover.plugins.kernels.cubin import SHARED_MEMORY_LIMIT, Cubin, source_digest
+from clover.plugins.kernels.image import check_image
 from clover.plugins.kernels.plan import Kernel
 from clover.runtime.errors import BundleError, CloverError
 
@@ -57,6 +58,7 @@ def compile_kernel(kernel: Kernel, sm: int, *, cache: Path | None = None) -> Cub
             f"{kernel.function} needs {cubin.shared_bytes} bytes of shared memory; compute capability {sm / 10} has "
             f"{SHARED_MEMORY_LIMIT[sm]} per block"
         )
+    check_image(cubin)
     if entry is not None:
         cubin.write(entry)
     return cubin
@@ -65,12 +67,9 @@ def compile_kernel(kernel: Kernel, sm: int, *, cache: Path | None = None) -> Cub
 def _cache_key(kernel: Kernel, sm: int) -> str:
     import triton
 
-    spec = importlib.util.find_spec(kernel.module)
-    if spec is None or spec.origin is None:
-        raise CloverError(f"kernel module {kernel.module} is missing; reinstall clover")
-    source = Path(spec.origin).read_bytes()
-    options = json.dumps([kernel.to_json(), sm, triton.__version__, _POINTER_ALIGNMENT, _OPTIONS], sort_keys=True)
-    return hashlib.sha256(source + Path(__file__).read_bytes() + options.encode()).hexdigest()[:24]
+    facts = [kernel.to_json(), source_digest(kernel.module), sm, triton.__version__, _POINTER_ALIGNMENT, _OPTIONS]
+    options = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(Path(__file__).read_bytes() + options.encode()).hexdigest()[:24]
 
 
 _POINTER_ALIGNMENT = 16  # bytes, promised for every pointer argument
@@ -121,6 +120,10 @@ def _compile(kernel: Kernel, sm: int) -> Cubin:
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise CloverError(f"{kernel.function} needs scratch memory on sm_{sm}, which the launcher does not provide")
+    if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+        raise CloverError(
+            f"{kernel.function} needs a cluster or cooperative launch on sm_{sm}, which the launcher lacks"
+        )
     parameters = re.findall(r"\.param \.(\w+)", ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))])
     hidden = parameters[len(runtime) :]
     if any(kind not in ("u64", "b64") for kind in hidden):
@@ -140,6 +143,7 @@ def _compile(kernel: Kernel, sm: int) -> Cubin:
         spill_load_bytes=int(_match(r"(\d+) bytes spill loads", log.getvalue())),
         triton=triton.__version__,
         assembler=(knobs.nvidia.ptxas if sm < 90 else knobs.nvidia.ptxas_blackwell).version,
+        source=source_digest(kernel.module),
     )
 
 

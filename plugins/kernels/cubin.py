@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clover.plugins.kernels.plan import Kernel
-from clover.runtime.errors import BundleError
+from clover.runtime.errors import BundleError, CloverError
 
 WARP = 32  # threads
 
@@ -28,6 +29,23 @@ SHARED_MEMORY_LIMIT: Mapping[int, int] = {
 }
 
 
+def source_digest(module: str) -> str:
+    """sha256 of an operator's `kernel.py` (the module of that name) and the `kernel_launch.py` beside it.
+
+    The two agree on grids and arguments, so that a launch is right only for kernels compiled from the same two. Raises
+    CloverError when they are not installed.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise CloverError(f"kernel module {module} is missing; reinstall clover")
+    kernel = Path(spec.origin)
+    try:  # as text, since line ends may differ between systems
+        texts = [p.read_text(encoding="utf-8") for p in (kernel, kernel.with_name("kernel_launch.py"))]
+    except OSError as error:
+        raise CloverError(f"{error.filename} can't be read ({error.strerror}); reinstall clover") from None
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Cubin:
     """One kernel compiled for one GPU architecture.
@@ -35,7 +53,8 @@ class Cubin:
     sm: compute capability times ten. target: what the assembler was told, e.g. "sm_120a"; an "a" target runs on exactly
     that capability, others also on later minors of the same major. entry: the function's name in the image.
     hidden_parameters: 64-bit parameters that Triton adds after the kernel's own (scratch pointers); pass 0 for each.
-    registers per thread; spill bytes per thread as the assembler reports them.
+    registers per thread; spill bytes per thread as the assembler reports them. source: `source_digest` of the kernel's
+    module when it was compiled.
     """
 
     kernel: Kernel
@@ -50,6 +69,7 @@ class Cubin:
     spill_load_bytes: int
     triton: str
     assembler: str
+    source: str
 
     @property
     def name(self) -> str:
@@ -86,6 +106,7 @@ class Cubin:
             "spill_load_bytes": self.spill_load_bytes,
             "triton": self.triton,
             "assembler": self.assembler,
+            "source": self.source,
         }
 
     @classmethod

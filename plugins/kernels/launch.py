@@ -157,6 +157,23 @@ class PreparedPlan:
             )
 
 
+def _parameter_types(kernel: Kernel, hidden: int) -> list[type[Any]]:
+    """The C types of a kernel's parameters in order: pointers and numbers, then Triton's `hidden` scratch pointers."""
+    own = [ctypes.c_uint64 if kind.startswith("*") else _SCALARS[kind] for _, kind in kernel.signature]
+    return [*own, *[ctypes.c_uint64] * hidden]
+
+
+def parameter_layout(cubin: Cubin) -> tuple[tuple[int, int], ...]:
+    """(offset, size) in bytes of each parameter that a launch passes, as C lays them out."""
+    at, placed = 0, []
+    for kind in _parameter_types(cubin.kernel, cubin.hidden_parameters):
+        size = ctypes.sizeof(kind)
+        at = -(-at // size) * size
+        placed.append((at, size))
+        at += size
+    return tuple(placed)
+
+
 class _ArgumentBlock:
     """The `void **kernelParams` of one launch: an array of pointers to values, kept alive here.
 
@@ -166,14 +183,12 @@ class _ArgumentBlock:
     def __init__(self, launch: Launch, hidden: int) -> None:
         self._values: list[Any] = []
         self._named: list[tuple[str, Any]] = []
-        for (_, kind), argument in zip(launch.kernel.signature, launch.arguments, strict=True):
+        given = (*launch.arguments, *[0] * hidden)
+        for kind, argument in zip(_parameter_types(launch.kernel, hidden), given, strict=True):
+            value = kind() if isinstance(argument, str) else kind(argument)
             if isinstance(argument, str):
-                value: Any = ctypes.c_uint64(0)
                 self._named.append((argument, value))
-            else:
-                value = _SCALARS[kind](argument)
             self._values.append(value)
-        self._values += [ctypes.c_uint64(0) for _ in range(hidden)]
         self._array = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(v) for v in self._values))
 
     def fill(self, addresses: Mapping[str, int]) -> int:

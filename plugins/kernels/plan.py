@@ -89,6 +89,9 @@ class Launch:
     def __post_init__(self) -> None:
         if len(self.arguments) != len(self.kernel.signature):
             raise ValueError(f"{self.kernel.function}: {len(self.arguments)} arguments for {self.kernel.signature}")
+        for (name, kind), argument in zip(self.kernel.signature, self.arguments, strict=True):
+            if isinstance(argument, str) != kind.startswith("*"):
+                raise ValueError(f"{self.kernel.function}: {argument!r} is no argument for {name}, {kind}")
 
 
 @dataclass(frozen=True)

@@ -273,9 +273,12 @@ def combine(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per (tile of hidden units, row). A slot of weight 0 was never computed and is not read."""
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """One program per (row, tile of hidden units): only a grid's first axis may pass 65,535.
+
+    A slot of weight 0 was never computed and is not read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
         weight = tl.load(weights + row * TOP_K + k)

@@ -185,7 +185,7 @@ def plan(shapes: ExpertShapes, *, rows: int) -> Plan:
             ),
             Launch(
                 ks.combine,
-                (cdiv(shapes.hidden, _columns(COMBINE, shapes.hidden)), rows, 1),
+                (rows, cdiv(shapes.hidden, _columns(COMBINE, shapes.hidden)), 1),
                 ("outer", "weights", "mixed"),
             ),
         ),
