@@ -26,7 +26,7 @@ import numpy as np
 
 from clover import Clover
 from clover.engines.build import BuildRequest, build_target
-from clover.engines.trace.record import RoutingSession, open_routing_session
+from clover.engines.trace.routing import RoutingSession, open_routing_session
 from clover.runtime.decoder import TokensEvent
 from clover.runtime.options import DecodeOptions
 from clover.runtime.session import StepSession
@@ -216,7 +216,7 @@ def main() -> None:
         bundle = Path(folder) / "bundle"
         build_target(BuildRequest(NANO, bundle, precision=args.precision))
         with Clover.load(bundle, threads=args.threads, max_context=2048, cache=False) as engine:
-            routed = open_routing_session(engine, args.threads)
+            routed = open_routing_session(engine.bundle, max_context=2048, threads=args.threads)
             try:
                 rows = sweep(engine, routed, args.prompts, args.repeat, args.json)
             finally:

@@ -30,7 +30,7 @@ from clover.engines.planner.full_size import FULL_SIZE
 from clover.engines.planner.plan import plan
 from clover.engines.planner.roofline import block_seconds
 from clover.engines.planner.routing import RoutingAssumptions
-from clover.engines.trace.record import open_routing_session
+from clover.engines.trace.routing import open_routing_session
 from clover.exporter.precision import parse_precision, plan_precision
 from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions
@@ -63,7 +63,7 @@ def answers(engine: Clover, prompt: Sequence[int], settings: dict[str, DecodeOpt
 
 def share_of_experts(engine: Clover, prompts: Sequence[Sequence[int]], options: DecodeOptions, threads: int) -> float:
     """Share of a layer's experts that a block's rows touch in a step, mean over steps and layers."""
-    routed = open_routing_session(engine, threads)
+    routed = open_routing_session(engine.bundle, max_context=2048, threads=threads)
     try:
         for prompt in prompts:
             decoder = engine.decoder(prompt, options)

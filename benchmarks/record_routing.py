@@ -14,7 +14,7 @@ from pathlib import Path
 from clover import Clover
 from clover.engines.build import BuildRequest, build_target
 from clover.engines.residency_simulator import Trace, write_trace
-from clover.engines.trace.record import open_routing_session
+from clover.engines.trace.routing import open_routing_session
 from clover.runtime.decoder import StepEvent
 from clover.runtime.loop import StepTimes, decode
 
@@ -33,7 +33,7 @@ def main() -> None:
         build_target(BuildRequest(NANO, Path(folder) / "nano", precision="int4"))
         with Clover.load(Path(folder) / "nano", max_context=1024) as engine:
             assert engine.tokenizer is not None and engine.template is not None
-            session = open_routing_session(engine, None)
+            session = open_routing_session(engine.bundle, max_context=1024)
             blocks: list[int] = []
             done = 0
             for prompt, _ in data.held_out("dispatch", args.prompts):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
+from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +21,13 @@ from typer.testing import CliRunner
 
 from clover import Clover
 from clover.cli import app
+from clover.engines.trace.drawing import TONES, Text
+from clover.engines.trace.figures import block_figures, sections, tone_of
 from clover.engines.trace.page import render_page
-from clover.engines.trace.record import Trace, record
+from clover.engines.trace.picture import render_png
+from clover.engines.trace.profile import PARTS
+from clover.engines.trace.record import STEP_KINDS, Trace, record
+from clover.runtime.errors import CloverError
 
 ORDER = "Parse the dispatch: Send UAV7 to Cedar, priority high. UAV12: move waypoint 3 to 120,450."
 
@@ -81,7 +91,7 @@ def test_the_page_stands_alone_and_is_small() -> None:
     assert not tags.seen & {"script", "link", "img", "iframe", "object", "base", "form"}
     assert not tags.attributes & {"src", "href", "onload", "onclick"}
     assert not re.search(r"https?:|url\(|@import", page)
-    assert len(page) < 60_000 and "&lt;script&gt;" in page and "@media print" in page
+    assert len(page) < 40_000 and "&lt;script&gt;" in page and "@media print" in page
     assert page.count("<rect") == page.count("</rect>") + len(re.findall(r"<rect[^>]*/>", page))
 
 
@@ -92,20 +102,102 @@ def test_a_bundle_without_tokenizer_is_traced_by_ids() -> None:
     assert re.fullmatch(r"\d+( \d+){5}", trace.text) and render_page(trace)
 
 
-def test_the_verb_writes_a_page_or_json_and_refuses_the_rest(tmp_path: Path) -> None:
+@cache
+def slow_trace() -> Trace:
+    """A reply of many steps."""
+    return traced(threshold=0.9999, block_size=64, max_new_tokens=64)
+
+
+def test_time_by_part_is_the_steps_time_shared_out() -> None:
+    trace = slow_trace()
+    assert [p.part for p in trace.parts] == list(PARTS[:-1])  # every node has its part: there is no `other`
+    assert all(ms > 0 for p in trace.parts for ms in p.ms.values())
+    for kind in STEP_KINDS:
+        steps = [s.engine_ms for s in trace.steps if s.kind == kind]
+        assert sum(p.ms.get(kind, 0.0) for p in trace.parts) == pytest.approx(sum(steps))
+    told = "".join(
+        i.text
+        for _, parts in sections(trace)
+        for f in parts
+        if not isinstance(f, str)
+        for i in f.items
+        if isinstance(i, Text)
+    )
+    assert all(part in told for part in PARTS[:-1])
+    assert {s.kind for s in trace.steps} == {"commit and preview", "preview"}
+
+
+def luminance(colour: str) -> float:
+    red, green, blue = bytes.fromhex(colour[1:])
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+@pytest.mark.parametrize("scale", [("sure0", "sure1", "sure2", "sure3", "sure4"), ("light", "middle", "dark")])
+def test_tones_can_be_told_apart_in_grey(scale: tuple[str, ...]) -> None:
+    for screen in (0, 1):
+        grey = [luminance(TONES[tone][screen]) for tone in ("paper", *scale)]
+        apart = [a - b if screen == 0 else b - a for a, b in pairwise(grey)]
+        assert min(apart) > 24, (scale, screen, grey)
+
+
+def test_a_wide_block_goes_on_below() -> None:
+    trace = slow_trace()
+    first = block_figures(trace.blocks[0])
+    assert len(first) == 2 and max(f.width for f in first) <= 720
+    shown = [i.text for f in first for i in f.items if isinstance(i, Text) and i.turned]
+    assert len(shown) == 64
+
+
+def test_the_picture_holds_its_tones_and_its_size() -> None:
+    from PIL import Image
+
+    trace = slow_trace()
+    picture = Image.open(io.BytesIO(render_png(trace, 150)))
+    assert picture.width == round(7.68 * 150) and picture.height > picture.width
+    assert [round(side) for side in picture.info["dpi"]] == [150, 150]
+    seen = {colour for _, colour in picture.convert("RGB").getcolors()}
+    drawn = {tone_of(c) for b in trace.blocks for c in b.confidence} | {"paper", "ink", "dim", "line", "light", "dark"}
+    assert {tuple(bytes.fromhex(TONES[tone][0][1:])) for tone in drawn} <= seen
+    assert len(render_png(trace, 300)) < 400_000
+    long = replace(trace, text="many lines\n" * 2000)
+    with pytest.raises(CloverError, match="pixels tall"):
+        render_png(long, 300)
+
+
+def test_any_text_can_be_drawn() -> None:
+    trace = slow_trace()
+    odd = "x" * 3000 + " \t\u0000\x07\ud7ff 漢字 العربية 🙂\n\n" + "word " * 400
+    assert render_png(replace(trace, prompt=odd, text=""), 72)
+    page = render_page(replace(trace, prompt=odd))
+    assert "漢字" in page
+
+
+def test_the_verb_writes_a_page_a_picture_or_json_and_refuses_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, run = str(bundle(NANO).directory), CliRunner()
-    for name in ("t.html", "t.json"):
+    names = ["t.html", "t.json", "t.png"]
+    for name in names:
         result = run.invoke(
             app, ["trace", directory, ORDER, "-o", str(tmp_path / name), "--threads", "1", "--max-context", "512"]
         )
         assert result.exit_code == 0 and name in result.output
     traced = json.loads((tmp_path / "t.json").read_text())
-    assert traced["text"].startswith("[{")
+    assert traced["text"].startswith("[{") and traced["conditions"]["batch"] == 1
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     told = run.invoke(app, ["trace", directory, ORDER, "-o", str(tmp_path / "t.json"), "--threads", "1", "--json"])
     assert json.loads(told.stdout)["steps"] == len(traced["steps"])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.html", "t.json"]
-    for out, told in (("t.png", ".html or .json"), ("none/t.html", "not a directory")):
-        result = run.invoke(app, ["trace", directory, ORDER, "-o", str(tmp_path / out)])
-        assert result.exit_code == 2 and told in result.output
-    result = run.invoke(app, ["trace", directory, ORDER, "-o", str(tmp_path / "t.html"), "--threshold", "2"])
-    assert result.exit_code == 2 and "threshold" in result.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    for arguments, told in (
+        (["t.svg"], ".html, .png or .json"),
+        (["none/t.html"], "not a directory"),
+        (["t.html", "--dpi", "300"], "--dpi acts on .png"),
+        (["t.png", "--dpi", "9"], "from 72 to 600"),
+        (["t.html", "--threshold", "2"], "threshold"),
+    ):
+        result = run.invoke(app, ["trace", directory, ORDER, "-o", str(tmp_path / arguments[0]), *arguments[1:]])
+        assert result.exit_code == 2 and told in result.output, result.output
+    monkeypatch.setitem(sys.modules, "PIL", None)  # as where it is not installed
+    result = run.invoke(app, ["trace", directory, ORDER, "-o", str(tmp_path / "t.png")])
+    assert result.exit_code == 2 and "clover-deploy[trace]" in result.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == names

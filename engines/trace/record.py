@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clover.engines.open import PREFILL_ROWS
+from clover.engines.conditions import engine_conditions
+from clover.engines.trace.profile import PARTS, part_times
+from clover.engines.trace.routing import open_routing_session, replay
 from clover.runtime.clover import Clover
 from clover.runtime.decoder import Decoder, StepEvent, TokenInfo, TokensEvent
-from clover.runtime.errors import BundleError
 from clover.runtime.options import DecodeOptions
-from clover.runtime.ort_session import OrtSession
-from clover.runtime.session import Candidates, SequenceRows, StepSession
+from clover.runtime.session import SequenceRows
 
-USED = -1e29  # a routing logit above this marks an expert that the row uses
+PROFILED_SECONDS = 5.0  # a reply that takes less is profiled several times
+PROFILED_RUNS = 5
+STEP_KINDS = ("commit", "commit and preview", "preview")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class TracedStep:
     python_ms: float
     block: int
     step: int
+
+    @property
+    def kind(self) -> str:
+        """One of STEP_KINDS."""
+        if not self.preview:
+            return "commit"
+        return "commit and preview" if self.commit else "preview"
+
+
+@dataclass(frozen=True)
+class TracedPart:
+    """Time in one part of the model, in milliseconds by kind of step."""
+
+    part: str
+    ms: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,7 @@ class Trace:
     tokens: tuple[tuple[str, float, int], ...]  # text, probability, step
     blocks: tuple[TracedBlock, ...]
     steps: tuple[TracedStep, ...]
+    parts: tuple[TracedPart, ...]  # empty where the engine is not ONNX Runtime on this CPU
     experts: tuple[TracedExperts, ...]
     experts_in_all: int
     experts_per_token: int
@@ -80,100 +97,54 @@ class Trace:
         return asdict(self)
 
 
-class RoutingSession(OrtSession):
-    """A session that also keeps, of each step's preview rows, the experts used and the router's own choice."""
-
-    def __init__(self, model: bytes, weights: Path, layers: int, top_k: int, **options: Any) -> None:
-        super().__init__(model, weights, **options)
-        self._given = [f"layers.{n}.{what}" for n in range(layers) for what in ("routing", "router_logits")]
-        self._top_k = top_k
-        self.touched: list[npt.NDArray[np.int64]] = []  # per step with previews [layers, 2]: used, free
-        self.masks: list[npt.NDArray[np.bool_]] = []  # per step with previews [layers, experts]: used
-
-    def _bind(self, *shape: int) -> Any:
-        binding = super()._bind(*shape)
-        for name in self._given:
-            binding.io.bind_output(name, "cpu")
-        return binding
-
-    def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
-        out = super().step(rows, candidates)
-        (row,) = rows
-        preview = slice(row.commit, len(row.tokens))
-        if preview.start < preview.stop:
-            binding = next(reversed(self._bindings.values()))  # the one just used
-            values = [v.numpy() for v in binding.io.get_outputs()[-len(self._given) :]]
-            counts, masks = [], []
-            for routing, router in zip(values[::2], values[1::2], strict=True):
-                experts = routing.shape[-1]
-                used = routing.reshape(-1, experts)[preview] > USED  # [rows, E]
-                free = np.argsort(-router.reshape(-1, experts)[preview], axis=1, kind="stable")[:, : self._top_k]
-                masks.append(used.any(axis=0))
-                counts.append((int(masks[-1].sum()), len(np.unique(free))))
-            self.touched.append(np.array(counts))
-            self.masks.append(np.stack(masks))
-        return out
-
-
-def open_routing_session(engine: Clover, threads: int | None) -> RoutingSession:
-    """The bundle's graph with every layer's routing given out. Raises BundleError when it has none."""
-    import onnx
-    from onnx import TensorProto, helper
-
-    bundle, config = engine.bundle, engine.bundle.manifest.config
-    model = onnx.load_model_from_string(bundle.graph_bytes)
-    made = {o for node in model.graph.node for o in node.output}
-    present = {o.name for o in model.graph.output}
-    for layer in range(config.num_hidden_layers):
-        for what in ("routing", "router_logits"):
-            name = f"layers.{layer}.{what}"
-            if name not in made:
-                raise BundleError(f"the step graph of {bundle.directory} does not show {name}; build the bundle again.")
-            if name not in present:
-                model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    return RoutingSession(
-        model.SerializeToString(),
-        bundle.directory,
-        config.num_hidden_layers,
-        config.num_experts_per_tok,
-        max_context=engine.session.max_context,
-        max_rows=max(PREFILL_ROWS, 2 * max(bundle.manifest.block_sizes)),
-        threads=threads,
-    )
-
-
-def record(engine: Clover, prompt: Sequence[int], options: DecodeOptions, *, threads: int | None = None) -> Trace:
-    """One reply to a prompt of token ids: once to warm up and once timed; once more with the routing given out."""
-    _run(engine, engine.session, prompt, options)
-    steps, events, tokens = _run(engine, engine.session, prompt, options)
-    routed = open_routing_session(engine, threads)
+def record(
+    engine: Clover,
+    prompt: Sequence[int],
+    options: DecodeOptions,
+    *,
+    threads: int | None = None,
+    provider: str | None = None,
+    progress: Callable[[str], None] = lambda phase: None,
+) -> Trace:
+    """One reply to a prompt of token ids: once to warm up and once timed. The timed run's steps are then run again on the
+    CPU, with the profiler on where the engine runs there too, and with the routing given out. `threads` and `provider` as
+    the engine was loaded with. `progress` gets each phase."""
+    progress("warming up")
+    _run(engine, prompt, options)
+    progress("timing")
+    steps, rows, events, tokens = _run(engine, prompt, options)
+    conditions = engine_conditions(engine.bundle, threads, provider)
+    config, context = engine.bundle.manifest.config, engine.session.max_context
+    profiled: list[dict[str, float]] = []
+    if conditions["provider"] == "cpu":
+        progress("profiling")
+        brief = sum(s.engine_ms for s in steps) < 1e3 * PROFILED_SECONDS
+        repeats = PROFILED_RUNS if brief else 1
+        profiled = part_times(engine.bundle, rows, max_context=context, threads=threads, repeats=repeats)
+    progress("counting experts")
+    most = max((len(r.tokens) for r in rows), default=0)
+    routed = open_routing_session(engine.bundle, max_context=context, threads=threads, max_rows=most)
     try:
-        _run(engine, routed, prompt, options)
+        replay(routed, rows)
         touched = np.array(routed.touched)  # [steps, layers, 2]
     finally:
         routed.close()
-    manifest = engine.bundle.manifest
-    config = manifest.config
-    first = next((t for t in events), None)
     return Trace(
         conditions={
-            "model": manifest.model.name,
-            "target": manifest.target.name,
-            "backend": f"{manifest.target.backend} {manifest.target.backend_version}",
-            "precision": manifest.precision["classes"]["experts"],
+            **conditions,
             "mode": options.mode,
-            "block_size": options.block_size if first else None,
-            "threshold": options.threshold,
-            "coreset_top_p": options.coreset_top_p,
-            "threads": threads,
+            "block_size": options.block_size if events else None,
+            "threshold": options.threshold if options.mode in ("fill", "adaptive") else None,
+            "coreset_top_p": options.coreset_top_p if events else None,
             "prompt_tokens": len(prompt),
-            "response_tokens": len(tokens),
+            "reply_tokens": len(tokens),
         },
         prompt=_text(engine, prompt),
         text=_text(engine, [t.id for t in tokens]),
         tokens=tuple((_text(engine, [t.id]), float(np.exp(t.logprob)), t.step) for t in tokens),
         blocks=tuple(_blocks(engine, events)),
         steps=tuple(steps),
+        parts=_parts(steps, profiled),
         experts=tuple(_experts(touched)) if len(touched) else (),
         experts_in_all=config.num_experts,
         experts_per_token=config.num_experts_per_tok,
@@ -181,10 +152,12 @@ def record(engine: Clover, prompt: Sequence[int], options: DecodeOptions, *, thr
 
 
 def _run(
-    engine: Clover, session: StepSession, prompt: Sequence[int], options: DecodeOptions
-) -> tuple[list[TracedStep], list[StepEvent], list[TokenInfo]]:
+    engine: Clover, prompt: Sequence[int], options: DecodeOptions
+) -> tuple[list[TracedStep], list[SequenceRows], list[StepEvent], list[TokenInfo]]:
+    """The steps, what they ran, the blocks they drew, and the reply."""
     decoder: Decoder = engine.decoder(prompt, options)
-    steps, drawn, tokens = [], [], []
+    session = engine.session
+    steps, ran, drawn, tokens = [], [], [], []
     session.reset(0)
     while not decoder.done:
         began = time.perf_counter()
@@ -195,6 +168,7 @@ def _run(
         events = decoder.accept(candidates)
         ended = time.perf_counter()
         own = [e for e in events if isinstance(e, StepEvent)]
+        ran.append(rows)
         drawn += own
         tokens += [t for e in events if isinstance(e, TokensEvent) for t in e.tokens]
         steps.append(
@@ -208,7 +182,23 @@ def _run(
                 own[0].step if own else 0,
             )
         )
-    return steps, drawn, tokens
+    return steps, ran, drawn, tokens
+
+
+def _parts(steps: Sequence[TracedStep], profiled: Sequence[Mapping[str, float]]) -> tuple[TracedPart, ...]:
+    """Each step's time in the engine, shared out as in the profiled run of the same step."""
+    spent: dict[tuple[str, str], float] = {}
+    for step, parts in zip(steps, profiled, strict=False):
+        whole = sum(parts.values())
+        for part, ms in parts.items():
+            key = (part, step.kind)
+            spent[key] = spent.get(key, 0.0) + step.engine_ms * ms / (whole or 1.0)
+    found = []
+    for part in PARTS:
+        own = {kind: spent[part, kind] for kind in STEP_KINDS if (part, kind) in spent}
+        if own:
+            found.append(TracedPart(part, own))
+    return tuple(found)
 
 
 def _blocks(engine: Clover, events: Sequence[StepEvent]) -> list[TracedBlock]:

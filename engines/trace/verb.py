@@ -28,12 +28,13 @@ from clover.runtime.terminal.verb import (
 def trace(
     bundle: BundlePath,
     prompt: Annotated[str, typer.Argument(help="The user's message.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The .html or .json file to write.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The .html, .png or .json file to write.")],
     mode: Mode = None,
     threshold: Threshold = None,
     block_size: BlockSize = None,
     coreset_top_p: CoresetTopP = None,
     max_new_tokens: MaxNewTokens = None,
+    dpi: Annotated[int | None, typer.Option(help="Pixels per inch of a .png.  [default: 300]")] = None,
     raw: Raw = False,
     max_context: MaxContext = None,
     threads: Threads = None,
@@ -42,6 +43,7 @@ def trace(
 ) -> None:
     """Draw how a reply developed: blocks, confidence, experts and time."""
     from clover.engines.trace.command import trace_command
+    from clover.runtime.terminal.progress import Progress
 
     options = {
         "mode": mode,
@@ -50,9 +52,11 @@ def trace(
         "coreset_top_p": coreset_top_p,
         "max_new_tokens": max_new_tokens,
     }
-    traced = trace_command(
-        bundle, prompt, out, options, {"max_context": max_context, "threads": threads, "provider": provider}, raw=raw
-    )
+    load = {"max_context": max_context, "threads": threads, "provider": provider}
+    with Progress("tracing", "", quiet=as_json) as shown:
+        traced = trace_command(
+            bundle, prompt, out, options, load, raw=raw, dpi=dpi, progress=lambda phase: shown(phase, 0, 0)
+        )
     if as_json:
         print_json({"out": str(out), **{part: len(getattr(traced, part)) for part in ("tokens", "steps", "blocks")}})
         return
