@@ -214,6 +214,9 @@ def serve(
     ] = None,
     cache_mb: Annotated[int | None, typer.Option(help="Memory for conversation states.  [default: 2048]")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take.  [default: 600]")] = None,
+    client_timeout: Annotated[
+        float | None, typer.Option(help="Seconds a client may take to send a request, or to take its reply.  [default: 30]")
+    ] = None,
     max_body_mb: Annotated[int | None, typer.Option(help="Largest request.  [default: 8]")] = None,
     shutdown_grace: Annotated[
         float | None, typer.Option(help="Seconds that running replies get after SIGTERM.  [default: 30]")
@@ -247,6 +250,7 @@ def serve(
         "shared_rows": shared_rows,
         "cache_mb": cache_mb,
         "request_timeout": request_timeout,
+        "client_timeout": client_timeout,
         "max_body_mb": max_body_mb,
         "shutdown_grace": shutdown_grace,
         "model_name": tuple(model_name or ()),

@@ -11,13 +11,13 @@ from typing import Any
 import engine_support
 import httpx
 import numpy as np
-import uvicorn
 
 from clover.engines.open import open_session
 from clover.runtime.clover import Clover
 from clover.runtime.decoder import DecodeEvent, TokensEvent
 from clover.runtime.scheduler.job import Job, Outcome
-from clover.runtime.server.app import create_app
+from clover.runtime.server.lifecycle import Server
+from clover.runtime.server.serve import listen
 from clover.runtime.server.service import Service, least_rows
 from clover.runtime.server.settings import ServeSettings
 from clover.runtime.session import Candidates, SequenceRows, StateSnapshot, StepSession
@@ -156,16 +156,14 @@ class RunningServer:
 
     def __init__(self, engine: Clover, **settings: Any) -> None:
         self.service = Service(engine, ServeSettings(port=0, **settings))
-        config = uvicorn.Config(
-            create_app(self.service), port=0, log_config=None, access_log=False, lifespan="on", ws="none"
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._server = Server(self.service)
 
     def __enter__(self) -> RunningServer:
+        listener = listen(self.service.settings)
+        self.port = listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
         return self
@@ -175,6 +173,16 @@ class RunningServer:
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server did not stop"
+
+    @property
+    def connections(self) -> set[Any]:
+        """Those that are open now."""
+        return self._server.server_state.connections  # type: ignore[return-value]
+
+    @property
+    def protocol(self) -> Any:
+        """Their class."""
+        return self._server.config.http_protocol_class
 
     def wait_idle(self) -> None:
         """Every slot and every place in the queue is free again."""

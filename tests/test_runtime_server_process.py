@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,12 @@ def command(*flags: str) -> list[str]:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """(process, its address, lines of its log so far) of a server on a free port."""
-    process = subprocess.Popen(command("--port", "0", *flags), stderr=subprocess.PIPE, text=True)
+def serving(*flags: str, fault: str = "") -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """(process, its address, lines of its log so far) of a server on a free port. `fault`: Python that breaks it first."""
+    wanted = command("--port", "0", *flags)
+    if fault:
+        wanted[1:3] = ["-c", f"{fault}\nfrom clover.cli import main\nmain()"]
+    process = subprocess.Popen(wanted, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines: list[str] = []
     try:
@@ -97,6 +101,80 @@ def test_after_the_grace_a_stream_ends_with_an_error_not_as_if_it_were_whole() -
         assert json.loads(last[-1][6:])["error"]["code"] == "shutdown"
         assert not any('"finish_reason":"' in line for line in last)
         assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_quietly(sent: signal.Signals, times: int, busy: bool) -> None:
+    grace = "60" if times == 2 else "0.2"
+    with (
+        serving("--shutdown-grace", grace) as (process, url, lines),
+        httpx.Client(trust_env=False, timeout=60) as http,
+        ExitStack() as stack,
+    ):
+        http.get(url + "/v1/models")  # a kept connection
+        if busy:
+            asked = {**LONG, "max_tokens": 1_000_000}
+            events = stack.enter_context(http.stream("POST", url + CHAT, json=asked)).iter_lines()
+            next(events)
+        for _ in range(times):
+            process.send_signal(sent)
+            time.sleep(0.3)
+            if process.poll() is not None:
+                break
+        status = process.wait(20)
+        log = rest_of_log(process, lines)
+    assert status == (128 + sent if busy and times == 2 else 0)
+    assert "Traceback" not in "".join(lines)
+    assert not [record for record in log if record["level"] in ("error", "critical")], log
+
+
+def test_an_engine_that_is_lost_ends_the_process_so_that_it_is_restarted() -> None:
+    """Every request gets an error first, those that wait included."""
+    fault = """
+from clover.runtime.ort_session import OrtSession
+step, steps = OrtSession.step, 0
+def lost(self, rows, candidates=1):
+    global steps
+    steps += 1
+    if steps > 20:
+        raise RuntimeError("the device is lost")
+    return step(self, rows, candidates)
+OrtSession.step = lost
+"""
+    with serving("--slots", "1", fault=fault) as (process, url, lines), ThreadPoolExecutor(4) as pool:
+
+        def one(number: int) -> tuple[int, str]:
+            asked = {**LONG, "stream": number % 2 == 0}
+            got = httpx.post(url + CHAT, json=asked, trust_env=False, timeout=60)
+            return got.status_code, got.text
+
+        answers = list(pool.map(one, range(4)))
+        assert process.wait(20) == 1
+        log = rest_of_log(process, lines)
+    assert all("engine_error" in text or status == 503 for status, text in answers), answers
+    assert not any("[DONE]" in text for _, text in answers)
+    (told,) = [record for record in log if record["level"] == "critical"]
+    assert "status 1" in told["message"] and "trace" not in told
+
+
+def test_a_request_that_fails_a_step_does_not_end_the_process() -> None:
+    fault = """
+from clover.runtime.ort_session import OrtSession
+step = OrtSession.step
+def poisoned(self, rows, candidates=1):
+    if any(len(r.tokens) > 100 for r in rows):
+        raise RuntimeError("poison")
+    return step(self, rows, candidates)
+OrtSession.step = poisoned
+"""
+    with serving(fault=fault) as (process, url, _), httpx.Client(trust_env=False, timeout=60) as http:
+        for _ in range(3):
+            bad = http.post(url + CHAT, json={"messages": [{"role": "user", "content": "poison " * 200}]})
+            assert (bad.status_code, bad.json()["error"]["code"]) == (500, "engine_error")
+            assert http.post(url + CHAT, json={**LONG, "stream": False, "max_tokens": 5}).status_code == 200
+        assert http.get(url + "/health").status_code == 200 and process.poll() is None
 
 
 def test_what_it_does_not_start_with() -> None:

@@ -12,7 +12,7 @@ import pytest
 from serve_support import RunningServer, WatchedSession, nano, nano_session, wait_until
 
 from clover.runtime.clover import Clover
-from clover.runtime.server import generation, sse
+from clover.runtime.server import generation
 from clover.runtime.server.sse import EventStream
 
 CHAT = "/v1/chat/completions"
@@ -95,9 +95,7 @@ def test_a_dead_scheduler_is_told_by_health_and_nobody_waits_for_it(
     assert server.http.post(CHAT, json={"messages": QUESTION}).status_code == 503
 
 
-def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "SEND_SECONDS", 0.05)
-
+def test_a_client_that_does_not_read_is_given_up() -> None:
     ends: list[bool] = []
 
     async def events() -> AsyncIterator[bytes]:
@@ -110,7 +108,7 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch
     async def receive() -> Any:
         await asyncio.sleep(60)
 
-    stream = EventStream(events(), lambda: ends.append(True))
+    stream = EventStream(events(), lambda: ends.append(True), 0.05)
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     asyncio.run(asyncio.wait_for(stream(scope, receive, stuck), 20))
     assert ends == [True]

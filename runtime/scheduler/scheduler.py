@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from clover.runtime.scheduler.cache import ConversationCache, turn_borders
 from clover.runtime.scheduler.job import Job, Outcome
 from clover.runtime.scheduler.slots import SlotTable
-from clover.runtime.session import SequenceRows, StepSession
+from clover.runtime.session import NO_IDS, SequenceRows, StepSession
 
 log = logging.getLogger("clover.scheduler")
 
@@ -218,6 +220,7 @@ class Scheduler:
             log.exception("a step failed")
             for slot, job in jobs:
                 self._end(slot, job, "error")
+            self._probe()
             return
         for (slot, job), rows, result in zip(jobs, plans, results, strict=True):
             try:
@@ -233,6 +236,13 @@ class Scheduler:
         if self._on_step:
             seconds = time.perf_counter() - began
             self._on_step(StepReport(seconds, engine_seconds, len(jobs), sum(len(rows.tokens) for rows in plans)))
+
+    def _probe(self) -> None:
+        """Asks the engine for a single row once every slot is free. What it raises ends the scheduler: an engine that can't
+        do even that (a lost device) would fail every request to come."""
+        self._session.reset(0)
+        self._session.step([SequenceRows(0, np.zeros(1, np.int64), 1, NO_IDS)])
+        self._session.reset(0)
 
     def _keep(self, slot: int, job: Job) -> None:
         """Keeps the slot's state: it holds exactly the tokens the job has committed."""

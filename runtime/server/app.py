@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -28,6 +29,7 @@ from clover.runtime.server.sse import EventStream
 
 log = logging.getLogger("clover.server")
 T = TypeVar("T")
+READ = ["GET", "HEAD"]
 LARGE_BODY = 32_768  # bytes from which a request is checked and tokenised beside the event loop
 
 
@@ -129,13 +131,13 @@ def _add_plain(app: FastAPI, service: Service) -> None:
             "defaults": manifest.defaults,
         }
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models() -> Response:
         names = service.model_names
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return _json({"object": "list", "data": [model(name) for name in names], **page})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> Response:
         if name not in service.model_names:
             raise ApiError(404, f"model {name[:100]!r} isn't here.", "model", "model_not_found")
@@ -143,21 +145,21 @@ def _add_plain(app: FastAPI, service: Service) -> None:
 
     page, headers = load_page()
 
-    @app.get("/")
+    @app.api_route("/", methods=READ)
     async def chat_page() -> Response:
         return Response(page, headers=headers)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         failed = service.scheduler.failed
         return _json({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=READ)
     async def ready() -> Response:
         taking = service.scheduler.ready
         return _json({"status": "ready" if taking else "draining"}, 200 if taking else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -167,11 +169,12 @@ def _add_plain(app: FastAPI, service: Service) -> None:
 
 async def _check(request: Request, service: Service, parse: Callable[[Any, Service], T], *, slow: bool = False) -> T:
     """The checked request. A long or `slow` one (a form) is read in a thread, so that the others' streams go on."""
-    raw = await read_body(request, service.settings.max_body_mb * 2**20)
+    settings = service.settings
+    raw = await read_body(request, settings.max_body_mb * 2**20, settings.client_timeout)
 
     def check() -> T:
         body = parse_json(raw)
-        if service.settings.log_prompts:
+        if settings.log_prompts:
             log.info("prompt", extra={"fields": {"request_id": request.state.request_id, "body": body}})
         return parse(body, service)
 
@@ -196,7 +199,7 @@ async def _streamed(
     except BaseException:
         _end(request, service, generation)
         raise
-    return EventStream(events, lambda: _end(request, service, generation))
+    return EventStream(events, lambda: _end(request, service, generation), service.settings.client_timeout)
 
 
 def _end(request: Request, service: Service, generation: Generation) -> None:
@@ -248,7 +251,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         what = {404: "there is no such path", 405: "this path doesn't take that method"}
         status = error.status_code if error.status_code in (404, 405) else 400
-        found = ApiError(status, f"{what.get(status, str(error.detail))}: {request.method} {request.url.path[:100]}.")
+        why = f"{what.get(status, str(error.detail))}: {request.method} {request.url.path[:100]}."
+        found = ApiError(status, why, allow=Headers(error.headers).get("allow"))
     else:
         assert isinstance(error, ApiError)
         found = error

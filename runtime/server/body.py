@@ -13,20 +13,19 @@ from starlette.requests import ClientDisconnect, Request
 from clover.runtime.server.errors import ApiError
 
 MAX_DEPTH = 100  # of nested lists and objects; no client's request comes near
-BODY_SECONDS = 30.0  # a body that takes longer to arrive is given up
 # the closing quote is optional, so that an unclosed string is passed over once
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request that says it is JSON. Raises ApiError 400, 408, 413 or 415."""
+async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
+    """The body of a request that says it is JSON, given up after `seconds`. Raises ApiError 400, 408, 413 or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # browsers may send other kinds across sites without asking
         raise ApiError(415, "the body must be JSON, sent with the header content-type: application/json.")
     try:
-        return await asyncio.wait_for(_read(request, max_bytes), BODY_SECONDS)
+        return await asyncio.wait_for(_read(request, max_bytes), seconds)
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
+        raise ApiError(408, f"the body did not arrive within {seconds:g} s.") from None
     except ClientDisconnect:
         raise ApiError(400, "the client went away.") from None
 

@@ -20,11 +20,17 @@ _TYPES = {
     408: ("timeout_error", "timeout_error"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
+    431: ("invalid_request_error", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_error"),
     500: ("server_error", "api_error"),
     503: ("server_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
+
+
+def dialect_of(path: str) -> Dialect:
+    """Which dialect's errors a path's clients read."""
+    return "anthropic" if path.startswith("/v1/messages") else "openai"
 
 
 @dataclass
@@ -36,12 +42,15 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None
+    allow: str | None = None  # with 405: the methods that the path takes
 
     @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status in (408, 413):  # the rest of the body is not read
             headers["connection"] = "close"
+        if self.allow is not None:
+            headers["allow"] = self.allow
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
@@ -62,8 +71,10 @@ def api_error(error: CloverError) -> ApiError:
     return ApiError(500, str(error))
 
 
-def outcome_error(outcome: Outcome) -> ApiError:
+def outcome_error(outcome: Outcome | Literal["slow"]) -> ApiError:
     """Why a reply ended before its end."""
+    if outcome == "slow":
+        return ApiError(408, "the client read its reply too slowly, so it was given up.", code="slow_client")
     if outcome == "deadline":
         return ApiError(504, "the request ran into its deadline before the reply was complete.", code="deadline")
     if outcome == "shutdown":

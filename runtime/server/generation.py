@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from clover.runtime.decoder import DecodeEvent, Decoder, StepEvent, TokenInfo
 from clover.runtime.scheduler.job import Job, Outcome
@@ -20,6 +20,7 @@ from clover.runtime.text.reply import Finished, ReplyEvent, ReplyParser
 from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
 
 WAIT_SECONDS = 10.0
+MOST_WAITING = 4096  # steps that a client may be behind its reply, beyond what the connection's buffers hold
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A choice ended before its reply did."""
+    """A choice ended before its reply did. `slow`: its client could not keep up with it."""
 
-    outcome: Outcome
+    outcome: Outcome | Literal["slow"]
 
 
 class Generation:
@@ -88,6 +89,7 @@ class Generation:
         self._seen: deque[Piece | Ended | Broken] = deque()
         self._jobs: list[Job] = []
         self._open = 0
+        self._overrun = False
         self._prompts: dict[int, int] = {}  # choice → which prompt
         self._usages: dict[int, Usage] = {}
         self.started = time.monotonic()
@@ -101,7 +103,14 @@ class Generation:
         self._jobs = list(jobs)
 
     def post(self, item: Piece | Ended | Broken) -> None:
-        """Hands an item over, from any thread."""
+        """Hands an item over, from any thread. A client that falls too far behind loses its reply: it must hold neither a
+        slot nor memory."""
+        if self._overrun:
+            return
+        if self._queue.qsize() >= MOST_WAITING:
+            self._overrun, item = True, Broken("slow")
+            for job in self._jobs:
+                self._scheduler.cancel(job)
         self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     @property

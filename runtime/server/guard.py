@@ -14,18 +14,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from clover.runtime.server.errors import ApiError, Dialect
+from clover.runtime.server.errors import ApiError, dialect_of
 from clover.runtime.server.metrics import Metrics
 from clover.runtime.server.settings import ServeSettings
 
 log = logging.getLogger("clover.server")
 PROBES = ("/health", "/ready")  # under any host name: probes know an address, and these tell nothing
 OPEN_PATHS = ("/", *PROBES)  # need no key: the page asks for it, and probes have none
-
-
-def dialect_of(path: str) -> Dialect:
-    """Which dialect's errors a path's clients read."""
-    return "anthropic" if path.startswith("/v1/messages") else "openai"
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from clover.runtime.errors import CloverError
@@ -16,12 +16,12 @@ from clover.runtime.server.settings import ServeSettings, load_settings
 if TYPE_CHECKING:
     from clover.runtime.clover import Clover
 
-log = logging.getLogger("clover.server")
-MOST_CONNECTIONS = 2000  # more are answered 503 before they cost anything
+# what a process is told to end by; the last one is Windows' own
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
 
 
 def serve_command(bundle: Path, config: Path | None, key_file: Path | None, flags: Mapping[str, Any]) -> None:
-    """`clover serve`: runs until it is told to stop. Raises CloverError."""
+    """`clover serve`: runs until it is told to stop. Raises CloverError, or SystemExit with another status than 0."""
     given = dict(flags)
     if key_file is not None:
         try:
@@ -44,42 +44,26 @@ def serve_command(bundle: Path, config: Path | None, key_file: Path | None, flag
     listener = listen(settings)
     from clover.runtime.server.load import load_engine
 
-    run_server(load_engine(bundle, settings), settings, listener)
+    status = run_server(load_engine(bundle, settings), settings, listener)
+    for sig in STOP_SIGNALS:  # one that comes this late must not break into the process's own end
+        signal.signal(sig, signal.SIG_IGN)
+    if status:
+        raise SystemExit(status)
 
 
-def run_server(engine: Clover, settings: ServeSettings, listener: socket.socket) -> None:
-    """Serves a loaded model until a signal tells it to stop."""
-    import uvicorn
-
-    from clover.runtime.server.app import create_app
+def run_server(engine: Clover, settings: ServeSettings, listener: socket.socket) -> int:
+    """Serves a loaded model until it is told to stop. Returns the process's exit status (see lifecycle.Server)."""
+    from clover.runtime.server.lifecycle import Server
     from clover.runtime.server.service import Service
 
     service = Service(engine, settings)
-    options = uvicorn.Config(
-        create_app(service),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        lifespan="on",
-        ws="none",
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_keep_alive=75,  # above the idle time of clients' connection pools
-        timeout_graceful_shutdown=int(settings.shutdown_grace) + 5,
-    )
-
-    class Server(uvicorn.Server):
-        """Starts the drain the moment a signal arrives; the connections end as their replies do."""
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            self.force_exit = self.should_exit
-            self.should_exit = True
-            service.scheduler.drain(settings.shutdown_grace)
-
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    server = Server(service)
+    server.take_signals()
     print(f"clover: serving {', '.join(service.model_names)} at {where}", file=sys.stderr, flush=True)
-    Server(options).run(sockets=[listener])
+    server.run(sockets=[listener])
+    return server.status
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -87,7 +71,10 @@ def listen(settings: ServeSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "win32":  # there the other option would let two servers share a port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()

@@ -22,7 +22,8 @@ class ServeSettings:
 
     slots: replies developed at once. shared_rows: rows of each in a step while there are several; None leaves it to the
     backend.
-    cache_mb: memory for kept conversation states, 0 for none. request_timeout, shutdown_grace: seconds.
+    cache_mb: memory for kept conversation states, 0 for none. request_timeout, client_timeout, shutdown_grace: seconds;
+    client_timeout is how long a client may take to send a request's headers, to send its body, and to take what it is sent.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +38,7 @@ class ServeSettings:
     shared_rows: int | None = None
     cache_mb: int = 2048
     request_timeout: float = 600.0
+    client_timeout: float = 30.0
     max_body_mb: int = 8
     shutdown_grace: float = 30.0
     model_name: tuple[str, ...] = ()
@@ -53,6 +55,7 @@ class ServeSettings:
             ("shared_rows", 1, 65536),
             ("cache_mb", 0, 2**24),
             ("request_timeout", 0.001, 86400.0),
+            ("client_timeout", 0.01, 3600.0),
             ("max_body_mb", 1, 1024),
             ("shutdown_grace", 0.0, 86400.0),
         ):

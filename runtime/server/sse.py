@@ -12,7 +12,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 log = logging.getLogger("clover.server")
-SEND_SECONDS = 60.0  # a client that reads nothing for so long is given up
 WAITING = b": waiting\n\n"  # a comment: clients skip it, proxies see that the connection lives
 DONE = b"data: [DONE]\n\n"
 
@@ -33,21 +32,21 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Streams events and calls `at_end`, however the stream ends."""
+    """Streams events and calls `at_end`, however the stream ends. A client that takes nothing for `seconds` is given up."""
 
-    def __init__(self, events: AsyncIterator[bytes], at_end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], at_end: Callable[[], None], seconds: float) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._at_end = at_end
+        self._at_end, self._seconds = at_end, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(SEND_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 await send(message)
 
         try:
             await super().__call__(scope, receive, send_in_time)
         except TimeoutError:  # the connection is closed without the last chunk, so the client can tell
-            log.warning("a client did not read its stream for %g s; closed", SEND_SECONDS)
+            log.warning("a client did not read its stream for %g s; closed", self._seconds)
         finally:
             self._at_end()
