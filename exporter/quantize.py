@@ -10,6 +10,8 @@ negative ones, ONNX Runtime's kernels and ours take them.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +23,11 @@ import numpy.typing as npt
 from clover.runtime.errors import CloverError
 
 GROUP_SIZES = (128, 64, 32)
-LARGEST_WEIGHT = 1e30  # beyond it a group's squared error overflows float32
+LARGEST_WEIGHT = 1e30  # beyond it sums of products would overflow float32
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # subnormal scales have no finite inverse, and GPUs flush them
 CHUNK = 2**18  # weights at a time: larger leaves the cache, smaller costs more calls than sums
 CLOSE = 1e-5  # gains nearer than this part are float32's rounding
+AT_ONCE = threading.BoundedSemaphore(os.cpu_count() or 1)  # more threads would only wait for the interpreter's lock
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -124,13 +127,16 @@ def _quantize(
     values = np.empty((len(groups), group_size // form.per_byte), np.uint8)
     scales = np.empty(len(groups), np.float32)
     rows = CHUNK // group_size
-    scratch = _Scratch(min(rows, len(groups)), group_size, form)
-    for start in range(0, len(groups), rows):
-        part = slice(start, start + rows)
-        try:
-            scales[part] = _quantize_groups(groups[part], values[part], scratch, form, search, signed)
-        except OverflowError:
-            raise CloverError(f"{name} holds NaN, infinite or absurdly large values and can't be quantised.") from None
+    with AT_ONCE:
+        scratch = _Scratch(min(rows, len(groups)), group_size, form)
+        for start in range(0, len(groups), rows):
+            part = slice(start, start + rows)
+            try:
+                scales[part] = _quantize_groups(groups[part], values[part], scratch, form, search, signed)
+            except OverflowError:
+                raise CloverError(
+                    f"{name} holds NaN, infinite or absurdly large values and can't be quantised."
+                ) from None
     *leading, columns = weight.shape
     return values.reshape(*leading, columns // form.per_byte), scales.reshape(*leading, -1)
 
