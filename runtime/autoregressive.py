@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clover.runtime.decoder import DecodeCounts, DecodeEvent, Progress, PromptFeed, TokenInfo, TokensEvent
-from clover.runtime.fill import alternatives
+from clover.runtime.decoder import DecodeEvent, Progress, ReplyDecoder, TokenInfo, TokensEvent
 from clover.runtime.options import DecodeOptions
-from clover.runtime.penalties import Endings, PenaltyState
-from clover.runtime.select import candidates_needed, choose_tokens
+from clover.runtime.select import alternatives, choose_tokens
 from clover.runtime.session import Candidates, SequenceRows
 
 
-class AutoregressiveDecoder:
+class AutoregressiveDecoder(ReplyDecoder):
     """Commits the prompt, then one token after another."""
 
     def __init__(
@@ -28,37 +26,12 @@ class AutoregressiveDecoder:
         thinking_ids: tuple[int, int] | None = None,
         after: Progress | None = None,
     ) -> None:
-        """`limit`: most response tokens. `thinking_ids`: of `<think>` and `</think>`. `after`: another decoder began the reply; `prompt` then holds the tokens that
-        are not committed yet."""
-        self.counts = after.counts if after else DecodeCounts(prompt_tokens=len(prompt))
-        self._options, self._eos, self._limit = options, frozenset(eos_ids), limit
+        """See ReplyDecoder."""
+        super().__init__(
+            prompt, options, eos_ids=eos_ids, vocab_size=vocab_size, limit=limit, thinking_ids=thinking_ids, after=after
+        )
         self._rng = after.rng if after else np.random.default_rng(options.seed)
-        endings = Endings(tuple(eos_ids), thinking_ids)
-        self._penalties = PenaltyState(options, endings, thinks=after.thinks if after else endings.thinks_after(prompt))
-        self._penalties.add(after.response if after else ())
-        self._penalties.follow(after.response if after else ())
-        self._candidates = candidates_needed(options, vocab_size)
-        self._feed = PromptFeed(list(prompt))
-        self._done = self._truncated = self._asked = False
-
-    @property
-    def done(self) -> bool:
-        return self._done
-
-    @property
-    def truncated(self) -> bool:
-        return self._truncated
-
-    @property
-    def candidates(self) -> int:
-        return self._candidates
-
-    @property
-    def resumable(self) -> int:
-        return len(self._feed.pending) - 1  # the last one is committed for its logits
-
-    def resume(self, committed: int) -> None:
-        self._feed.take(committed)
+        self._asked = False
 
     @property
     def uncommitted(self) -> list[int]:

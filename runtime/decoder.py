@@ -12,6 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
+from clover.runtime.options import DecodeOptions
+from clover.runtime.penalties import Endings, PenaltyState
+from clover.runtime.select import candidates_needed
 from clover.runtime.session import Candidates, SequenceRows
 
 
@@ -113,3 +116,51 @@ class PromptFeed:
 
     def extend(self, tokens: Iterable[int]) -> None:
         self.pending.extend(tokens)
+
+
+class ReplyDecoder:
+    """What the decoders of free replies have in common: the prompt to feed, penalties, the limit, how the reply ended."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        options: DecodeOptions,
+        *,
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        limit: int,
+        thinking_ids: tuple[int, int] | None = None,
+        after: Progress | None = None,
+    ) -> None:
+        """`limit`: most response tokens (max_new_tokens, or what the context leaves). `thinking_ids`: of `<think>` and
+        `</think>`. `after`: another decoder began the reply; `prompt` then holds the tokens not committed yet."""
+        self.counts = after.counts if after else DecodeCounts(prompt_tokens=len(prompt))
+        self._options, self._eos, self._limit = options, frozenset(eos_ids), limit
+        self._endings = Endings(tuple(eos_ids), thinking_ids)
+        thinks = after.thinks if after else self._endings.thinks_after(prompt)
+        self._penalties = PenaltyState(options, self._endings, thinks=thinks)
+        if after:
+            self._penalties.add(after.response)
+            self._penalties.follow(after.response)
+        self._candidates = candidates_needed(options, vocab_size)
+        self._feed = PromptFeed(list(prompt))
+        self._done = self._truncated = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    @property
+    def truncated(self) -> bool:
+        return self._truncated
+
+    @property
+    def candidates(self) -> int:
+        return self._candidates
+
+    @property
+    def resumable(self) -> int:
+        return len(self._feed.pending) - 1  # the last one is committed for its logits
+
+    def resume(self, committed: int) -> None:
+        self._feed.take(committed)

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clover.runtime.decoder import DecodeCounts, DecodeEvent, Progress, PromptFeed, StepEvent, TokenInfo, TokensEvent
+from clover.runtime.decoder import DecodeEvent, Progress, PromptFeed, ReplyDecoder, StepEvent, TokenInfo, TokensEvent
 from clover.runtime.options import DecodeOptions
-from clover.runtime.penalties import Endings, PenaltyState
-from clover.runtime.select import candidates_needed, choose_tokens, positions_to_fill
+from clover.runtime.select import alternatives, choose_tokens, positions_to_fill
 from clover.runtime.session import Candidates, SequenceRows
 
 
-class FillDecoder:
+class FillDecoder(ReplyDecoder):
     """Develops one reply block by block. Whether a position is masked is kept apart from its token id."""
 
     def __init__(
@@ -33,23 +32,18 @@ class FillDecoder:
         thinking_ids: tuple[int, int] | None = None,
         after: Progress | None = None,
     ) -> None:
-        """`limit`: most response tokens (max_new_tokens, or what the context leaves). `after`: another decoder began
-        the reply; `prompt` then holds the tokens that are not committed yet."""
-        self.counts = after.counts if after else DecodeCounts(prompt_tokens=len(prompt))
+        """See ReplyDecoder. `mask_id`: what stands where nothing is filled yet."""
+        super().__init__(
+            prompt, options, eos_ids=eos_ids, vocab_size=vocab_size, limit=limit, thinking_ids=thinking_ids, after=after
+        )
         self.choose_positions = positions_to_fill  # benchmarks put another rule here
-        self._options, self._mask_id, self._eos, self._limit = options, mask_id, frozenset(eos_ids), limit
+        self._mask_id = mask_id
         self._rng = after.rng if after else np.random.default_rng(options.seed)
-        endings = Endings(tuple(eos_ids), thinking_ids)
-        self._penalties = PenaltyState(options, endings, thinks=after.thinks if after else endings.thinks_after(prompt))
-        self._penalties.add(after.response if after else ())
-        self._penalties.follow(after.response if after else ())
         self.asks_causal = False  # also ask for the logits of the last committed row
         self.causal: Candidates | None = None  # and what they were, for the block that is developed
-        self._candidates = candidates_needed(options, vocab_size)
         # blocks aligned to multiples of the block size: the prompt's tail stands, filled, in the first block
         tail = len(prompt) % options.block_size if options.align_blocks else 0
         self._feed = PromptFeed(list(prompt[: len(prompt) - tail]))
-        self._done = self._truncated = False
         self._block = np.full(options.block_size, mask_id, np.int64)
         self._masked = np.ones(options.block_size, bool)
         self._info: list[TokenInfo | None] = [None] * options.block_size
@@ -65,23 +59,8 @@ class FillDecoder:
     # -- Decoder -------------------------------------------------------------------------------
 
     @property
-    def done(self) -> bool:
-        return self._done
-
-    @property
-    def truncated(self) -> bool:
-        return self._truncated
-
-    @property
-    def candidates(self) -> int:
-        return self._candidates
-
-    @property
     def resumable(self) -> int:
         return len(self._feed.pending) - self.asks_causal
-
-    def resume(self, committed: int) -> None:
-        self._feed.take(committed)
 
     @property
     def uncommitted(self) -> list[int]:
@@ -200,14 +179,6 @@ class FillDecoder:
         self._masked[:] = True
         self._info = [None] * len(self._block)
         self._emitted = self._block_step = 0
-
-
-def alternatives(candidates: Candidates, row: int, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` best (id, raw log-probability) pairs of a row, for logprobs."""
-    if not count:
-        return ()
-    order = np.argsort(-candidates.logprobs[row], kind="stable")[:count]
-    return tuple((int(candidates.ids[row, i]), float(candidates.logprobs[row, i])) for i in order)
 
 
 def _view(candidates: Candidates, rows: slice) -> Candidates:

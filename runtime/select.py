@@ -62,3 +62,11 @@ def positions_to_fill(confidence: Floats, threshold: float) -> npt.NDArray[np.in
     """
     sure = np.flatnonzero(confidence > threshold)
     return sure if len(sure) else np.array([int(np.argmax(confidence))])
+
+
+def alternatives(candidates: Candidates, row: int, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` best (id, raw log-probability) pairs of a row, for logprobs."""
+    if not count:
+        return ()
+    order = np.argsort(-candidates.logprobs[row], kind="stable")[:count]
+    return tuple((int(candidates.ids[row, i]), float(candidates.logprobs[row, i])) for i in order)

@@ -17,12 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from clover.runtime.decoder import DecodeCounts, DecodeEvent, PromptFeed, StepEvent, TokenInfo, TokensEvent
-from clover.runtime.fill import alternatives
+from clover.runtime.decoder import DecodeEvent, ReplyDecoder, StepEvent, TokenInfo, TokensEvent
 from clover.runtime.options import DecodeOptions
-from clover.runtime.penalties import Endings, PenaltyState
 from clover.runtime.row_penalties import RowPenalties, changing_most
-from clover.runtime.select import candidates_needed, sample_tokens
+from clover.runtime.select import alternatives, sample_tokens
 from clover.runtime.session import Candidates, Floats, Ints, SequenceRows
 
 NO_ROWS: Ints = np.zeros(0, np.int64)
@@ -46,7 +44,7 @@ class Uniforms:
         return first
 
 
-class SpeculativeDecoder:
+class SpeculativeDecoder(ReplyDecoder):
     """One reply. Its tokens are those of AutoregressiveDecoder with the same options and seed."""
 
     def __init__(
@@ -60,15 +58,15 @@ class SpeculativeDecoder:
         limit: int,
         thinking_ids: tuple[int, int] | None = None,
     ) -> None:
-        self.counts = DecodeCounts(prompt_tokens=len(prompt))
-        self._options, self._mask_id, self._eos, self._limit = options, mask_id, frozenset(eos_ids), limit
-        self._endings = Endings(tuple(eos_ids), thinking_ids)
-        self._penalties = PenaltyState(options, self._endings, thinks=self._endings.thinks_after(prompt))
+        """See ReplyDecoder. `mask_id`: what the previewed block is made of."""
+        super().__init__(
+            prompt, options, eos_ids=eos_ids, vocab_size=vocab_size, limit=limit, thinking_ids=thinking_ids
+        )
+        self._mask_id = mask_id
         self._uniforms = Uniforms(options.seed)
-        self._best = candidates_needed(options, vocab_size)  # candidates of one row
+        self._best = self._candidates  # of one row
         self._candidates = min(vocab_size, self._best + changing_most(options, options.block_size, self._endings))
-        self._feed = PromptFeed(list(prompt))
-        self._undo = self._done = self._truncated = False
+        self._undo = False
         self._asks_last = False  # the last committed row's logits are wanted: they give the draft's first token
         self._verify: RowPenalties | None = None  # the step in progress verifies the draft
         self._length = 0  # rows it verifies
@@ -82,25 +80,6 @@ class SpeculativeDecoder:
         self._drafted = False  # the block holds a whole draft
 
     # -- Decoder -------------------------------------------------------------------------------
-
-    @property
-    def done(self) -> bool:
-        return self._done
-
-    @property
-    def truncated(self) -> bool:
-        return self._truncated
-
-    @property
-    def candidates(self) -> int:
-        return self._candidates
-
-    @property
-    def resumable(self) -> int:
-        return len(self._feed.pending) - 1  # the last one is committed for its logits
-
-    def resume(self, committed: int) -> None:
-        self._feed.take(committed)
 
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         self._verify = None
