@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from clover.runtime.session import Candidates, Floats, Ints, SequenceRows, StateSnapshot
+from clover.runtime.session import Candidates, Floats, Ints, SequenceRows, Slots, StateSnapshot
 
 BINDINGS_KEPT = 128  # one per shape (sequences, rows, logit rows, candidates, adjusted ids)
 STATE_KINDS = ("recurrent", "conv", "keys", "values")
@@ -39,7 +39,7 @@ class _Binding:
     logits: Floats | None
 
 
-class OrtSession:
+class OrtSession(Slots):
     """Implements StepSession with onnxruntime.InferenceSession."""
 
     def __init__(
@@ -61,8 +61,7 @@ class OrtSession:
         self._session = create_session(
             model, weights, threads=threads, providers=providers, prepack=prepack, profile=profile
         )
-        self._sequences, self._max_context, self._max_rows = sequences, max_context, max_rows
-        self._positions = np.zeros(sequences, np.int64)
+        super().__init__(sequences, max_context, max_rows)
         self._before: dict[int, StateSnapshot] = {}  # by slot: where a tentative commit returns to
         self._state: dict[str, npt.NDArray[np.float32]] = {}
         self._vocab = 0
@@ -80,21 +79,6 @@ class OrtSession:
         self._bindings: OrderedDict[tuple[int, ...], _Binding] = OrderedDict()
 
     # -- StepSession -----------------------------------------------------------------------------
-
-    @property
-    def sequences(self) -> int:
-        return self._sequences
-
-    @property
-    def max_context(self) -> int:
-        return self._max_context
-
-    @property
-    def max_rows(self) -> int:
-        return self._max_rows
-
-    def position(self, slot: int) -> int:
-        return int(self._positions[slot])
 
     def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
         for r in rows:

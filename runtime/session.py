@@ -85,6 +85,29 @@ class StateSnapshot:
         return sum(t.nbytes for t in self.tensors.values()) + (self.before.nbytes if self.before else 0)
 
 
+class Slots:
+    """What every session knows of its slots: how many, how much they hold, and how much is committed in each."""
+
+    def __init__(self, sequences: int, max_context: int, max_rows: int) -> None:
+        self._sequences, self._max_context, self._max_rows = sequences, max_context, max_rows
+        self._positions = np.zeros(sequences, np.int64)  # tokens committed, by slot
+
+    @property
+    def sequences(self) -> int:
+        return self._sequences
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    @property
+    def max_rows(self) -> int:
+        return self._max_rows
+
+    def position(self, slot: int) -> int:
+        return int(self._positions[slot])
+
+
 class StepSession(Protocol):
     """A loaded engine. Not thread-safe: one caller steps it at a time."""
 

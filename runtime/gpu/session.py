@@ -20,7 +20,7 @@ from clover.runtime.gpu.device import Device, DeviceBuffer, PinnedBuffer
 from clover.runtime.gpu.engine import DECODE, PREFILL, StepEngine
 from clover.runtime.gpu.experts import ExpertStore
 from clover.runtime.gpu.shapes import ShapeLimits, StepShape
-from clover.runtime.session import Candidates, SequenceRows, StateSnapshot
+from clover.runtime.session import Candidates, SequenceRows, Slots, StateSnapshot
 
 log = logging.getLogger("clover")
 
@@ -42,7 +42,7 @@ class _Prepared:
     graphs_fail: bool = False
 
 
-class GpuSession:
+class GpuSession(Slots):
     """Implements StepSession on one card.
 
     The first step of a shape runs as it is, so that kernels get compiled and loaded, and is then captured as a CUDA
@@ -67,9 +67,8 @@ class GpuSession:
         decode_rows: most rows of the engine's decode profile."""
         self._device, self._engine = device, engine
         self._config, self._built, self._limits = config, built, limits
-        self._sequences, self._max_context = sequences, max_context
+        super().__init__(sequences, max_context, limits.rows)
         self._with_logits, self._decode_rows = with_logits, decode_rows
-        self._positions = np.zeros(sequences, np.int64)
         self._state = {name: _State(device, dtype, shape) for name, (dtype, shape) in self._state_shapes().items()}
         engine.check_in_place(self._state)
         self._before: dict[int, int] = {}  # slot -> the position a tentative commit returns to
@@ -81,21 +80,6 @@ class GpuSession:
             self.reset(slot)
 
     # -- StepSession -----------------------------------------------------------------------------
-
-    @property
-    def sequences(self) -> int:
-        return self._sequences
-
-    @property
-    def max_context(self) -> int:
-        return self._max_context
-
-    @property
-    def max_rows(self) -> int:
-        return self._limits.rows
-
-    def position(self, slot: int) -> int:
-        return int(self._positions[slot])
 
     def step(self, rows: Sequence[SequenceRows], candidates: int = 1) -> list[Candidates]:
         self._device.activate()
