@@ -14,7 +14,11 @@ import onnxruntime as ort
 
 from clover.runtime.session import Candidates, Floats, Ints, SequenceRows, Slots, StateSnapshot
 
-BINDINGS_KEPT = 128  # one per shape (sequences, rows, logit rows, candidates, adjusted ids)
+# Bindings are kept for shapes (sequences, rows, logit rows, candidates, adjusted ids) that were used last. A greedy step's
+# buffers take some KB, one that samples (1024 candidates a row) half a MB a sequence: so all shapes of ordinary traffic
+# fit. What does not is bound again when it comes back, which costs far less than the step.
+BINDINGS_KEPT = 128
+BINDING_BYTES = 64 * 2**20
 STATE_KINDS = ("recurrent", "conv", "keys", "values")
 
 
@@ -37,6 +41,11 @@ class _Binding:
     logprobs: Floats
     scores: Floats
     logits: Floats | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers; the state, which all bindings share, is not among them."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
 
 class OrtSession(Slots):
@@ -76,7 +85,8 @@ class OrtSession(Slots):
             if value.name == "logits":
                 self._vocab = value.shape[2]
         self._values: dict[int, dict[str, Any]] = {}
-        self._bindings: OrderedDict[tuple[int, ...], _Binding] = OrderedDict()
+        self._bindings: OrderedDict[tuple[int, ...], _Binding] = OrderedDict()  # least recently used first
+        self._binding_bytes = 0
 
     # -- StepSession -----------------------------------------------------------------------------
 
@@ -130,6 +140,7 @@ class OrtSession(Slots):
 
     def close(self) -> None:
         self._bindings.clear()
+        self._binding_bytes = 0
         self._values.clear()
         self._state.clear()
         del self._session
@@ -157,6 +168,11 @@ class OrtSession(Slots):
     def state_bytes(self) -> int:
         """Bytes reserved for the state of all slots; untouched KV pages take no memory yet."""
         return sum(a.nbytes for a in self._state.values())
+
+    @property
+    def binding_bytes(self) -> int:
+        """Bytes of the buffers kept for steps to come."""
+        return self._binding_bytes
 
     def _fill(self, b: _Binding, rows: Sequence[SequenceRows]) -> None:
         active = len(b.token_ids)
@@ -192,8 +208,10 @@ class OrtSession(Slots):
             return self._bindings[key]
         binding = self._bind(*key)
         self._bindings[key] = binding
-        if len(self._bindings) > BINDINGS_KEPT:
-            self._bindings.popitem(last=False)
+        self._binding_bytes += binding.nbytes
+        while len(self._bindings) > 1 and (len(self._bindings) > BINDINGS_KEPT or self._binding_bytes > BINDING_BYTES):
+            _, oldest = self._bindings.popitem(last=False)
+            self._binding_bytes -= oldest.nbytes
         return binding
 
     def _bind(self, s: int, t: int, r: int, k: int, p: int) -> _Binding:
