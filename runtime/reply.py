@@ -7,8 +7,7 @@ from typing import Any
 
 from clover.runtime.decoder import StepEvent, TokenInfo
 from clover.runtime.text.finish import FinishReason
-from clover.runtime.text.reply import FunctionArgumentsDelta, FunctionCall, FunctionCallStarted
-from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
+from clover.runtime.text.reply import FunctionCall, ReplyDelta
 
 
 @dataclass(frozen=True)
@@ -52,4 +51,4 @@ class ReplyFinished:
     reply: Reply
 
 
-StreamItem = ContentDelta | ReasoningDelta | FunctionCallStarted | FunctionArgumentsDelta | StepEvent | ReplyFinished
+StreamItem = ReplyDelta | StepEvent | ReplyFinished

@@ -105,7 +105,7 @@ def _text_last(stream: Iterator[StreamItem]) -> Iterator[StreamItem]:
 
 def _show_end(out: Any, notes: Any, reply: Reply) -> None:
     for call in reply.tool_calls:
-        out.print(f"{call.name}({call.arguments})", markup=False)
+        out.print(f"{call.name}({call.arguments}" + (")" if call.complete else " … incomplete"), markup=False)
     out.print()
     s = reply.statistics
     first = "-" if s.time_to_first_token is None else f"{1000 * s.time_to_first_token:.0f} ms"

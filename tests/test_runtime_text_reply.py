@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clover.runtime.text.function_calls import FunctionArgumentsDelta, FunctionCallEnded, FunctionCallStarted
 from clover.runtime.text.reply import (
     Finished,
     FunctionCall,
-    FunctionCallStarted,
     ReplyEvent,
     ReplyParser,
     ReplyText,
@@ -47,18 +46,10 @@ def test_block_size_does_not_matter(text: str, sizes: int, limit: bool) -> None:
 def test_reasoning_then_content_then_calls() -> None:
     xml = "<tool_call>\n<function=g>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>"
     schema = {"properties": {"n": {"type": "integer"}}}
-    tools = [{"type": "function", "function": {"name": "g", "parameters": schema}}]
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
     result = reply(f"Hm.\n</think>\n\nOn it.\n{GOOD}\n{xml}<|im_end|>", tools=tools, starts_in_thinking=True)
     calls = (FunctionCall("f", '{"a": 1}'), FunctionCall("g", '{"n": 5}'))
     assert result == ReplyText("On it.", "Hm.", calls, "tool_calls", None)
-
-
-def test_malformed_and_cut_calls_become_content() -> None:
-    result = reply("a" + BAD + GOOD)
-    assert (result.content, result.reason) == ("a" + BAD, "tool_calls")
-    assert [json.loads(call.arguments) for call in result.function_calls] == [{"a": 1}]
-    cut = GOOD[: -len("\n</tool_call>")]
-    assert reply(cut, hit_limit=True) == ReplyText(cut, "", (), "length", None)
 
 
 def test_truncation_wins_unless_a_stop_string_came_first() -> None:
@@ -76,8 +67,14 @@ def test_an_unfinished_character_is_replaced_at_the_end() -> None:
 def test_events_of_a_stream() -> None:
     parser = ReplyParser(TOKENIZER, stop=["STOP"])
     assert parser.push(TOKENIZER.encode("Hi")) == [ContentDelta("Hi")]
-    assert parser.push(TOKENIZER.encode(GOOD[:-5])) == []
-    assert parser.push(TOKENIZER.encode_plain(GOOD[-5:]))[0] == FunctionCallStarted(0, "f")
+    assert parser.push(TOKENIZER.encode(GOOD[:-5])) == [
+        FunctionCallStarted(0, "f"),
+        FunctionArgumentsDelta(0, '{"a": 1'),
+    ]
+    assert parser.push(TOKENIZER.encode_plain(GOOD[-5:])) == [
+        FunctionArgumentsDelta(0, "}"),
+        FunctionCallEnded(0, complete=True),
+    ]
     assert not parser.stopped
     parser.push(TOKENIZER.encode("STOP leak"))
     assert parser.stopped

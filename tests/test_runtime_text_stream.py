@@ -155,7 +155,8 @@ def test_empty_stop_string_is_refused() -> None:
 
 
 def test_finish_reason_precedence() -> None:
-    assert finish_reason(truncated=True, cancelled=True, tool_calls=1) == "length"
-    assert finish_reason(truncated=False, cancelled=True, tool_calls=1) == "cancelled"
-    assert finish_reason(truncated=False, tool_calls=1) == "tool_calls"
+    assert finish_reason(truncated=True, cancelled=True, complete_calls=1) == "length"
+    assert finish_reason(truncated=False, cancelled=True, complete_calls=1) == "cancelled"
+    assert finish_reason(truncated=False, complete_calls=1) == "tool_calls"
+    assert finish_reason(truncated=False, complete_calls=1, incomplete_calls=1) == "stop"
     assert finish_reason(truncated=False) == "stop"

@@ -6,13 +6,15 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import jiter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clover.runtime.text.tool_formats import ArgumentsDelta, CallEnded, CallMalformed, CallName
 from clover.runtime.text.tool_formats.auto import AutoParser
-from clover.runtime.text.tool_formats.values import allowed_types, parameter_schemas, parse_json
+from clover.runtime.text.tool_formats.json_scanner import JsonError
+from clover.runtime.text.tool_formats.values import allowed_types, container_text, parameter_schemas
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -32,23 +34,39 @@ SCHEMA: dict[str, Any] = {
 SCHEMAS = parameter_schemas([{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}])
 
 
-def parse(pieces: list[str], schemas: Any = SCHEMAS) -> tuple[str, str] | None:
-    """(name, arguments) of a good call, None of a malformed one. Checks the order of events on the way."""
+def parse(pieces: list[str], schemas: Any = SCHEMAS) -> tuple[str | None, str, bool]:
+    """(name, arguments, whether the call is good). Checks on the way the order of events, and that the arguments are
+    JSON if the call is good and never else, at no point."""
     parser = AutoParser(schemas)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
-    assert isinstance(events[-1], CallEnded | CallMalformed)
-    assert not any(isinstance(event, CallEnded | CallMalformed) for event in events[:-1])
-    if isinstance(events[-1], CallMalformed):
-        return None
-    assert isinstance(events[0], CallName)
-    return events[0].name, "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
+    *before, last = events
+    assert isinstance(last, CallEnded | CallMalformed)
+    assert all(isinstance(event, ArgumentsDelta if i else CallName) for i, event in enumerate(before))
+    name = before[0].name if before and isinstance(before[0], CallName) else None
+    texts = [event.text for event in before if isinstance(event, ArgumentsDelta)]
+    good = isinstance(last, CallEnded)
+    for end in range(1, len(texts) + 1, 1 + len(texts) // 100):
+        check_arguments("".join(texts[:end]), whole=good and end == len(texts))
+    if texts:
+        check_arguments("".join(texts), whole=good)
+    return name, "".join(texts), good
+
+
+def check_arguments(text: str, *, whole: bool) -> None:
+    """Arguments as far as they came. Clients parse them on the way, with jiter, the parser of both vendors' clients."""
+    assert isinstance(jiter.from_json(text.encode(), partial_mode="trailing-strings"), dict)
+    if whole:
+        assert isinstance(json.loads(text), dict) and jiter.from_json(text.encode()) == json.loads(text)
+    else:
+        with pytest.raises(ValueError):
+            json.loads(text)
 
 
 def call(text: str, schemas: Any = SCHEMAS) -> tuple[str, Any] | None:
-    """As `parse`, in one piece and with the arguments as a value; checks that letter by letter gives the same."""
-    result = parse([text], schemas)
-    assert parse(list(text), schemas) == result
-    return None if result is None else (result[0], json.loads(result[1]))
+    """(name, arguments) of a good call, None of a malformed one; checks that letter by letter gives the same."""
+    name, arguments, good = parse([text], schemas)
+    assert parse(list(text), schemas) == (name, arguments, good)
+    return (name, json.loads(arguments)) if good and name is not None else None
 
 
 def split(text: str, cuts: list[int]) -> list[str]:
@@ -90,10 +108,8 @@ def test_xml_values_are_typed_by_the_schema() -> None:
         },
     )
     assert call(xml({"count": "5"}), {}) == ("f", {"count": "5"})  # no schema: a string
-    assert call(xml({"count": "05", "ok": "yes", "items": "[1,"})) == (
-        "f",
-        {"count": "05", "ok": "yes", "items": "[1,"},
-    )
+    for unfit in ({"count": "05", "ok": "yes", "items": "[1,"}, {"count": "9" * 5000, "ratio": "1e999"}):
+        assert call(xml(unfit)) == ("f", unfit)
     assert call(xml({})) == ("f", {})
 
 
@@ -110,6 +126,15 @@ def test_xml_strings_survive(arguments: dict[str, str]) -> None:
 def test_xml_without_layout_newlines() -> None:
     assert call("<function=f><parameter=text>a</parameter></function>") == ("f", {"text": "a"})
     assert call("<function=f><parameter=text></parameter></function>") == ("f", {"text": ""})
+
+
+def test_xml_that_ends_without_the_last_parameters_end() -> None:
+    for end in ("</function>", "\n</function>\n", "\n</function>  \n"):
+        assert call("<function=f><parameter=text>\na" + end) == ("f", {"text": "a"})
+        assert call("<function=f><parameter=count>5" + end) == ("f", {"count": 5})
+    twice = "<function=f><parameter=text>a</function>\n</function>\n"
+    assert call(twice) == ("f", {"text": "a</function>"})
+    assert call("<function=f><parameter=text></function></parameter></function>") == ("f", {"text": "</function>"})
 
 
 def test_strings_stream_before_they_are_complete() -> None:
@@ -130,7 +155,8 @@ def test_strings_stream_before_they_are_complete() -> None:
         "<function=" + "f" * 1000,
         "<function=f>",
         "<function=f>text</function>",
-        "<function=f><parameter=a>1</function>",
+        "<function=f><parameter=a>1",
+        "<function=f><parameter=a>1</function> and more",
         "<function=f><parameter=a>1</parameter>",
         "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>",
         "<function=f></function><function=g></function>",
@@ -148,6 +174,18 @@ def test_strings_stream_before_they_are_complete() -> None:
         '{"name": "f", "arguments": {"a": 1]}',
         '{"name": "f", "arguments": {"a": 1}{"b": 2}}',
         '{"name": "f", "arguments": {}, "arguments": {"a": 1}}',
+        '{"name": "f", "arguments": {"a": 1, "a": 2}}',
+        '{"name": "f", "arguments": {"a": {"\\u0062": 1, "b": 2}}}',
+        '{"name": "f", "arguments": {"a": "\\ud83d"}}',
+        '{"name": "f", "arguments": {"a": "\\q"}}',
+        '{"name": "f", "arguments": {"a": 01}}',
+        '{"name": "f", "arguments": {"a": tru}}',
+        '{"name": "f", "arguments": {"a": 1e999}}',
+        '{"name": "f", "arguments": {"a": ' + "9" * 400 + "}}",
+        '{"name": "f", "arguments": {"a": ' + "9" * 10_000 + "}}",
+        '{"name": "f", "arguments": {"a": 1,}}',
+        '{"name": "f", "arguments": {"a" 1}}',
+        '{"name": "f", "arguments": {"a": 1}} and more',
         '{"name": "f", "name": "g"}',
         '{"name": "f"} {"name": "g"}',
         '{"name": "f"}]',
@@ -161,14 +199,14 @@ def test_malformed_calls_are_reported_not_raised(text: str) -> None:
 
 @pytest.mark.parametrize("bomb", ["[" * 10_000, '{"a":' * 10_000, "[" * 10_000 + "]" * 10_000, '"' + '\\"' * 10_000])
 def test_nesting_bombs_are_harmless(bomb: str) -> None:
-    assert parse(['{"name": "f", "arguments": {"a": ' + bomb + "}}"]) is None
-    assert parse(['{"name": "f", "arguments": ' + json.dumps(bomb) + "}"]) is None
+    assert not parse(['{"name": "f", "arguments": {"a": ' + bomb + "}}"])[2]
+    assert not parse(['{"name": "f", "arguments": ' + json.dumps(bomb) + "}"])[2]
     assert call(xml({"items": bomb})) == ("f", {"items": bomb})  # not a good array, so a string
     # Refused as soon as it is too deep: nothing waits for the end of a bomb.
     if bomb[0] != '"':
         assert isinstance(AutoParser({}).push('{"name": "f", "arguments": ' + bomb)[-1], CallMalformed)
-    with pytest.raises(ValueError, match=r"nested|Unterminated|delimiter|Expecting|Extra"):
-        parse_json(bomb)
+    with pytest.raises(JsonError, match=r"nested|unfinished|expected"):
+        container_text(bomb)
 
 
 def test_json_forms() -> None:
@@ -179,28 +217,55 @@ def test_json_forms() -> None:
     assert call('{"arguments": {"a": 1}, "id": {"name": "x"}, "name": "g"}') == ("g", {"a": 1})
     assert call('{"name": "f"}') == call('{"name": "f", "arguments": null}') == ("f", {})
     assert call('{"name": "f", "arguments": "{\\"a\\": 1}"}') == ("f", {"a": 1})
-    assert parse(['{"name": "f", "arguments": {"a": ' + "9" * 10_000 + "}}"]) is not None
+    assert call('{"name": "f", "arguments": {"a": "1\n2\t\x00"}}') == (
+        "f",
+        {"a": "1\n2\t\x00"},
+    )  # not strict, but plain
+    assert call('{"name": "f", "arguments": {"a": ' + "9" * 300 + "}}") == ("f", {"a": 10**300 - 1})
 
 
 def test_json_arguments_stream() -> None:
     parser = AutoParser({})
     assert parser.push('{"arguments": {"a"') == []  # no name yet
-    assert parser.push(': 1}, "name": "f"') == [CallName("f"), ArgumentsDelta('{"a": 1}')]
+    assert parser.push(': 1}, "name": "f"') == [CallName("f"), ArgumentsDelta('{"a": 1')]
+    assert parser.push("}") == []
+    assert parser.finish() == [ArgumentsDelta("}"), CallEnded()]
     parser = AutoParser({})
     assert parser.push('{"name": "f", "arguments": {"a": [1, ') == [CallName("f"), ArgumentsDelta('{"a": [1, ')]
+    for piece, given_out in (
+        ("2", ""),  # perhaps 25
+        ("5", ""),
+        (", tr", "25, "),
+        ("ue, {", "true, {"),
+        ('"key', ""),  # perhaps one that was there already
+        ('": "value', '"key": "value'),
+        ("\\ud83d", ""),  # half a character
+        ("\\ude00", "\\ud83d\\ude00"),
+        ("\\", ""),
+        ('"', '\\"'),
+        ('"', '"'),
+    ):
+        assert parser.push(piece) == ([ArgumentsDelta(given_out)] if given_out else []), piece
+    assert parser.push("} }") == [ArgumentsDelta("} "), CallMalformed("unexpected '}'")]
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=4), v, max_size=3),
+    max_leaves=6,
 )
 
 
-@given(st.text(min_size=1, max_size=9), st.dictionaries(st.text(), JSON), st.booleans(), st.lists(st.integers(0, 500)))
+@given(
+    st.text(min_size=1, max_size=9),
+    st.dictionaries(st.text(max_size=4), JSON, max_size=3),
+    st.booleans(),
+    st.lists(st.integers(0, 500)),
+)
 def test_json_round_trip(name: str, arguments: dict[str, Any], ascii_only: bool, cuts: list[int]) -> None:
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii_only)
-    result = parse(split(text, cuts))
-    assert result is not None
-    assert (result[0], json.loads(result[1])) == (name, arguments)
+    given_name, text, good = parse(split(text, cuts))
+    assert good and (given_name, json.loads(text)) == (name, arguments)
 
 
 PIECES = [
@@ -224,10 +289,7 @@ PIECES = [
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=20), st.lists(st.integers(0, 500), max_size=8))
 def test_any_text_in_any_split_is_safe(words: list[str], cuts: list[int]) -> None:
     text = "".join(words)
-    result = parse([text])
-    assert parse(split(text, cuts)) == result
-    if result is not None:
-        assert isinstance(json.loads(result[1]), dict)
+    assert parse(split(text, cuts)) == parse([text])
 
 
 def test_schema_types() -> None:

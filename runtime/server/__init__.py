@@ -5,7 +5,7 @@ app.py         routes and response plumbing   guard.py     request ids, hosts, k
 body.py        bytes to checked JSON          fields.py    fields taken by name; what is left is refused
 request.py     decode options every dialect shares
 service.py     prompts to jobs                generation.py  jobs to events
-calls.py       tools, and which of a reply's calls a client is given    schema.py  strict schemas
+tools.py       a request's tools             schema.py    strict schemas
 forms.py       replies that follow a JSON schema    fill.py    templates and decisions, Clover's own two paths
 chat.py completions.py responses.py messages.py   one dialect each: request in, reply and stream out
 errors.py      one error, in each dialect's shape    metrics.py  Prometheus

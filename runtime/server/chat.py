@@ -10,7 +10,6 @@ from typing import Any
 from clover.runtime.decoder import StepEvent, TokenInfo
 from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
-from clover.runtime.server.calls import Tools
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
 from clover.runtime.server.forms import chat_form
@@ -27,7 +26,9 @@ from clover.runtime.server.request import (
     timeout_field,
 )
 from clover.runtime.server.service import Service
-from clover.runtime.text.reply import FunctionArgumentsDelta, FunctionCallStarted, ReplyEvent
+from clover.runtime.server.tools import Tools
+from clover.runtime.text.function_calls import FunctionArgumentsDelta, FunctionCallEnded, FunctionCallStarted
+from clover.runtime.text.reply import ReplyDelta
 from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
 from clover.runtime.text.tokenizer import Tokenizer
 
@@ -130,7 +131,7 @@ def _tools(f: Fields) -> Tools:
             raise tool.refuse("type", "must be 'function'; the server runs no tools itself.")
         strict = function.boolean("strict")
         name, description, parameters = (function.take(key) for key in ("name", "description", "parameters"))
-        tools.add(name, description, parameters, strict, f"tools[{i}].function", "parameters")
+        tools.add(name, description, parameters, f"tools[{i}].function", "parameters", strict=strict)
         function.close()
         tool.close()
     return tools if tool_choice(f) else Tools()
@@ -253,7 +254,8 @@ class _Writer:
         parts = [sse.data({**self._head, "choices": [], "denoise": self._step(step)}) for step in piece.steps]
         if self._logprobs:
             self._waiting += piece.tokens
-        parts += [self._chunk(_delta(event)) for event in piece.events]
+        # that a call ended shows in what follows it: this dialect has no event for it
+        parts += [self._chunk(_delta(event)) for event in piece.events if not isinstance(event, FunctionCallEnded)]
         return b"".join(parts)
 
     def end(self, end: Ended) -> bytes:
@@ -285,7 +287,7 @@ def step_json(step: StepEvent, choice: int, tokenizer: Tokenizer) -> dict[str, A
     }
 
 
-def _delta(event: ReplyEvent) -> dict[str, Any]:
+def _delta(event: ReplyDelta) -> dict[str, Any]:
     if isinstance(event, ContentDelta):
         return {"content": event.text}
     if isinstance(event, ReasoningDelta):

@@ -9,13 +9,13 @@ from typing import Any
 from clover.runtime.errors import RequestError
 from clover.runtime.forms.fill import decision_forms, decision_prompt
 from clover.runtime.forms.template import Form, parse_template
-from clover.runtime.server.calls import Tools
 from clover.runtime.server.chat import token_limit, usage_json
 from clover.runtime.server.fields import Fields
 from clover.runtime.server.generation import Choice, Usage
 from clover.runtime.server.parts import new_id
 from clover.runtime.server.request import Ask, decode_fields, renamed, thinking_flag, timeout_field
 from clover.runtime.server.service import Service
+from clover.runtime.server.tools import Tools
 
 LABELS = ("user", "metadata")
 

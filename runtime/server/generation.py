@@ -12,11 +12,11 @@ from typing import Any, Literal
 from clover.runtime.decoder import DecodeEvent, Decoder, StepEvent, TokenInfo
 from clover.runtime.scheduler.job import Job, Outcome
 from clover.runtime.scheduler.scheduler import Scheduler
-from clover.runtime.server.calls import CallFilter, Tools
 from clover.runtime.server.errors import outcome_error
 from clover.runtime.server.parts import Parts
 from clover.runtime.text.finish import FinishReason
-from clover.runtime.text.reply import Finished, ReplyEvent, ReplyParser
+from clover.runtime.text.function_calls import FunctionArgumentsDelta
+from clover.runtime.text.reply import Finished, ReplyDelta, ReplyParser
 from clover.runtime.text.stream_parser import ContentDelta, ReasoningDelta
 
 WAIT_SECONDS = 10.0
@@ -44,7 +44,7 @@ class Piece:
     """What one step gave to one choice. `tokens` are the reply's, in order; `steps` only when asked for."""
 
     choice: int
-    events: Sequence[ReplyEvent]
+    events: Sequence[ReplyDelta]
     tokens: Sequence[TokenInfo]
     steps: Sequence[StepEvent] = ()
 
@@ -197,17 +197,15 @@ class ChoiceSink:
         parser: ReplyParser,
         *,
         steps: bool,
-        thinking: bool,
-        tools: Tools,
     ) -> None:
         self._generation, self._choice, self._decoder, self._parser = generation, choice, decoder, parser
-        self._steps, self._in_reasoning, self._calls = steps, thinking, CallFilter(tools)
+        self._steps = steps
         self._tokens = self._reasoning_tokens = 0
         self.job: Job | None = None
 
     def push(self, events: Sequence[DecodeEvent]) -> bool:
         """See Sink. Tokens are parsed one at a time, so that none behind a stop string is counted."""
-        texts: list[ReplyEvent] = []
+        texts: list[ReplyDelta] = []
         tokens: list[TokenInfo] = []
         steps: list[StepEvent] = []
         for event in events:
@@ -216,18 +214,16 @@ class ChoiceSink:
                     steps.append(event)
                 continue
             for token in event.tokens:
-                if self._over:
+                if self._parser.stopped:
                     break
                 tokens.append(token)
-                self._parse(token, texts)
+                for delta in self._parser.push((token.id,)):
+                    _append(texts, delta)
+                self._reasoning_tokens += self._parser.in_reasoning
         self._tokens += len(tokens)
         if texts or tokens or steps:
             self._generation.post(Piece(self._choice, texts, tokens, steps))
-        return self._over
-
-    @property
-    def _over(self) -> bool:
-        return self._parser.stopped or self._calls.over
+        return self._parser.stopped
 
     def finish(self, outcome: Outcome) -> None:
         """See Sink."""
@@ -236,9 +232,12 @@ class ChoiceSink:
             return
         *events, end = self._parser.finish(hit_limit=self._decoder.truncated)
         assert isinstance(end, Finished)
-        events = [] if self._calls.over else self._calls.feed(events)
-        if events:
-            self._generation.post(Piece(self._choice, events, ()))
+        texts: list[ReplyDelta] = []
+        for event in events:
+            assert not isinstance(event, Finished)
+            _append(texts, event)
+        if texts:
+            self._generation.post(Piece(self._choice, texts, ()))
         counts = self._decoder.counts
         usage = Usage(
             prompt_tokens=counts.prompt_tokens,
@@ -248,25 +247,20 @@ class ChoiceSink:
             blocks=counts.blocks,
             steps=counts.steps,
         )
-        self._generation.post(Ended(self._choice, self._calls.reason(end.reason), end.stop_string, usage))
-
-    def _parse(self, token: TokenInfo, texts: list[ReplyEvent]) -> None:
-        fresh = self._calls.feed(self._parser.push((token.id,)))
-        for event in fresh:
-            self._in_reasoning = isinstance(event, ReasoningDelta)
-            _append(texts, event)
-        self._reasoning_tokens += self._in_reasoning
+        self._generation.post(Ended(self._choice, end.reason, end.stop_string, usage))
 
 
-def _append(texts: list[ReplyEvent], event: ReplyEvent) -> None:
+def _append(texts: list[ReplyDelta], delta: ReplyDelta) -> None:
     """Appends, joining text of the same kind."""
     last = texts[-1] if texts else None
-    if isinstance(last, ContentDelta) and isinstance(event, ContentDelta):
-        texts[-1] = ContentDelta(last.text + event.text)
-    elif isinstance(last, ReasoningDelta) and isinstance(event, ReasoningDelta):
-        texts[-1] = ReasoningDelta(last.text + event.text)
+    if isinstance(last, ContentDelta) and isinstance(delta, ContentDelta):
+        texts[-1] = ContentDelta(last.text + delta.text)
+    elif isinstance(last, ReasoningDelta) and isinstance(delta, ReasoningDelta):
+        texts[-1] = ReasoningDelta(last.text + delta.text)
+    elif isinstance(last, FunctionArgumentsDelta) and isinstance(delta, FunctionArgumentsDelta):
+        texts[-1] = FunctionArgumentsDelta(last.index, last.text + delta.text)  # calls never interleave
     else:
-        texts.append(event)
+        texts.append(delta)
 
 
 @dataclass

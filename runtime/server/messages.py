@@ -9,7 +9,6 @@ from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
-from clover.runtime.server.calls import Tools
 from clover.runtime.server.chat import token_limit
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
@@ -26,6 +25,7 @@ from clover.runtime.server.request import (
     timeout_field,
 )
 from clover.runtime.server.service import Service
+from clover.runtime.server.tools import Tools
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ def _tools(f: Fields) -> Tools:
             raise tool.refuse("type", "must be 'custom'; the server runs no tools itself.")
         tool.labels("cache_control")
         strict, schema = tool.boolean("strict"), tool.need("input_schema")
-        tools.add(tool.take("name"), tool.take("description"), schema, strict, f"tools[{i}]", "input_schema")
+        streamed = tool.boolean("eager_input_streaming", True)
+        name, description = tool.take("name"), tool.take("description")
+        tools.add(name, description, schema, f"tools[{i}]", "input_schema", strict=strict, streamed=streamed)
         tool.close()
     choice = f.object("tool_choice")
     kind = choice.text("type") or "auto"
@@ -134,7 +136,7 @@ def whole(request: MessageRequest, choice: Choice, usage: Usage) -> dict[str, An
     assert choice.end is not None
     return {
         **_message(request.model),
-        "content": [_block(part) for part in choice.parts.all],
+        "content": [block for part in choice.parts.all if (block := _block(part))],
         **_stop(choice.end),
         "usage": _usage(usage),
     }
@@ -144,17 +146,16 @@ def _message(model: str) -> dict[str, Any]:
     return {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: Part) -> dict[str, Any] | None:
+    """None for what is said elsewhere."""
     if part.kind == "text":
         return {"type": "text", "text": part.text}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.text, parse_int=_integer)}
-
-
-def _integer(text: str) -> int | str:
-    """An integer of a size that JSON readers take; what is larger stays text."""
-    return int(text) if len(text) < 1000 else text
+    if part.complete:
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.text)}
+    # An object can't show that it is half of one, so the call stays text: a malformed one stands there already.
+    return {"type": "text", "text": part.raw} if part.raw else None
 
 
 def _stop(end: Ended) -> dict[str, Any]:

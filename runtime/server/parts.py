@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from clover.runtime.text.reply import Finished, FunctionArgumentsDelta, FunctionCallStarted, ReplyEvent
+from clover.runtime.text.function_calls import FunctionArgumentsDelta, FunctionCallEnded, FunctionCallStarted
+from clover.runtime.text.reply import ReplyDelta
 from clover.runtime.text.stream_parser import ReasoningDelta
 
 PartKind = Literal["text", "reasoning", "call"]
@@ -15,13 +16,16 @@ PartKind = Literal["text", "reasoning", "call"]
 
 @dataclass
 class Part:
-    """A stretch of a reply of one kind. `text` of a call is its arguments, JSON; `id` is the call's."""
+    """A stretch of a reply of one kind. `text` of a call is its arguments, JSON if it is `complete`; `raw`: see
+    FunctionCallEnded; `id` is the call's."""
 
     kind: PartKind
     index: int
     text: str = ""
     name: str = ""
     id: str = ""
+    complete: bool = True
+    raw: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +44,16 @@ class Parts:
         self.all: list[Part] = []
         self._open = False
 
-    def feed(self, events: Iterable[ReplyEvent]) -> list[Move]:
+    def feed(self, events: Iterable[ReplyDelta]) -> list[Move]:
         """The moves that these events make."""
         moves: list[Move] = []
         for event in events:
-            if isinstance(event, Finished):
-                continue
             if isinstance(event, FunctionCallStarted):
                 self._change(moves, Part("call", len(self.all), name=event.name, id=new_id("call_")))
+                continue
+            if isinstance(event, FunctionCallEnded):  # at once, so that a client can run it while others are written
+                self.all[-1].complete, self.all[-1].raw = event.complete, event.raw
+                self._close(moves)
                 continue
             kind = _kind(event)
             if not self._open or self.all[-1].kind != kind:
@@ -82,7 +88,7 @@ class Parts:
         self._open = False
 
 
-def _kind(event: ReplyEvent) -> PartKind:
+def _kind(event: ReplyDelta) -> PartKind:
     if isinstance(event, ReasoningDelta):
         return "reasoning"
     return "call" if isinstance(event, FunctionArgumentsDelta) else "text"

@@ -9,8 +9,8 @@ from typing import Any
 from clover.runtime.errors import RequestError
 from clover.runtime.forms.template import Form
 from clover.runtime.options import DecodeOptions
-from clover.runtime.server.calls import Tools
 from clover.runtime.server.fields import Fields, whole_number
+from clover.runtime.server.tools import Tools
 
 MAX_CHOICES = 16
 # fields that have the same name and meaning in a request as in DecodeOptions

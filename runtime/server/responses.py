@@ -9,7 +9,6 @@ from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
-from clover.runtime.server.calls import Tools
 from clover.runtime.server.chat import LABELS, stream_fields, token_limit, tool_choice
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
@@ -27,6 +26,7 @@ from clover.runtime.server.request import (
 )
 from clover.runtime.server.response_input import input_messages
 from clover.runtime.server.service import Service
+from clover.runtime.server.tools import Tools
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _tools(given: Any, f: Fields) -> Tools:
             raise tool.refuse("type", "must be 'function'; the server runs no tools itself.")
         strict = tool.boolean("strict")
         name, description, parameters = (tool.take(key) for key in ("name", "description", "parameters"))
-        tools.add(name, description, parameters, strict, f"tools[{i}]", "parameters")
+        tools.add(name, description, parameters, f"tools[{i}]", "parameters", strict=strict)
         tool.close()
     return tools
 
@@ -206,7 +206,7 @@ class ResponseBuilder:
             self._ids.append(new_id({"text": "msg_", "reasoning": "rs_", "call": "fc_"}[part.kind]))
         where: dict[str, Any] = {"item_id": self._ids[part.index], "output_index": part.index}
         if part.kind == "call":
-            return self._move_call(move, where, status)
+            return self._move_call(move, where)
         kind = "output_text" if part.kind == "text" else "reasoning_text"
         where["content_index"] = 0
         logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
@@ -225,7 +225,7 @@ class ResponseBuilder:
             self._done(part, status),
         ]
 
-    def _move_call(self, move: Move, where: dict[str, Any], status: str) -> list[dict[str, Any]]:
+    def _move_call(self, move: Move, where: dict[str, Any]) -> list[dict[str, Any]]:
         part = move.part
         if move.what == "open":
             item = self._item(part, "in_progress")
@@ -233,7 +233,9 @@ class ResponseBuilder:
         kind = "response.function_call_arguments."
         if move.what == "grow":
             return [self._event(kind + "delta", **where, delta=move.text)]
-        return [self._event(kind + "done", **where, name=part.name, arguments=part.text), self._done(part, status)]
+        if not part.complete:  # no `done`: clients run a call when they see it
+            return [self._done(part, "incomplete")]
+        return [self._event(kind + "done", **where, name=part.name, arguments=part.text), self._done(part, "completed")]
 
     def _done(self, part: Part, status: str) -> dict[str, Any]:
         item = self._item(part, status)

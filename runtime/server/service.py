@@ -16,7 +16,6 @@ from clover.runtime.forms.vocabulary import Vocabulary
 from clover.runtime.options import DecodeOptions
 from clover.runtime.scheduler.job import Job
 from clover.runtime.scheduler.scheduler import DrainingError, QueueFullError, Scheduler
-from clover.runtime.server.calls import Tools
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
 from clover.runtime.server.forms import FormSink, check_length, form_options
@@ -24,6 +23,7 @@ from clover.runtime.server.generation import ChoiceSink, Generation
 from clover.runtime.server.metrics import Metrics
 from clover.runtime.server.request import Ask
 from clover.runtime.server.settings import ServeSettings
+from clover.runtime.server.tools import Tools
 from clover.runtime.text.chat_template import ChatTemplate
 from clover.runtime.text.reply import ReplyParser
 from clover.runtime.text.tokenizer import Tokenizer, check_prompt
@@ -131,20 +131,14 @@ class Service:
         parser = ReplyParser(
             self.tokenizer,
             tools=ask.tools.shown,
+            checks=ask.tools.checks,
+            one_call=ask.tools.one_call,
             stop=options.stop,
             starts_in_thinking=ask.starts_in_thinking,
             parse_thinking=ask.parse_thinking,
             parse_tools=bool(ask.tools.shown),
         )
-        sink = ChoiceSink(
-            generation,
-            choice,
-            decoder,
-            parser,
-            steps=ask.steps,
-            thinking=ask.starts_in_thinking,
-            tools=ask.tools,
-        )
+        sink = ChoiceSink(generation, choice, decoder, parser, steps=ask.steps)
         sink.job = Job(decoder, prompt, sink, **rows)  # type: ignore[arg-type]
         return sink.job
 

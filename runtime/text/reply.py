@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from clover.runtime.text.detokenizer import Detokenizer
 from clover.runtime.text.finish import FinishReason, finish_reason
+from clover.runtime.text.function_calls import (
+    FunctionArgumentsDelta,
+    FunctionCallEnded,
+    FunctionCallReader,
+    FunctionCallStarted,
+    OfferedTools,
+)
 from clover.runtime.text.stream_parser import (
     ContentDelta,
     ReasoningDelta,
@@ -19,25 +26,6 @@ from clover.runtime.text.stream_parser import (
     ToolCallStarted,
 )
 from clover.runtime.text.tokenizer import Tokenizer
-from clover.runtime.text.tool_formats import ArgumentsDelta, CallEvent, CallMalformed, CallName
-from clover.runtime.text.tool_formats.auto import AutoParser
-from clover.runtime.text.tool_formats.values import parameter_schemas
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionCallStarted:
-    """Function call `index` (from 0, good calls only) calls `name`."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionArgumentsDelta:
-    """More of the JSON text of call `index`'s arguments."""
-
-    index: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +36,15 @@ class Finished:
     stop_string: str | None
 
 
-ReplyEvent = ContentDelta | ReasoningDelta | FunctionCallStarted | FunctionArgumentsDelta | Finished
+# what comes before Finished
+ReplyDelta = ContentDelta | ReasoningDelta | FunctionCallStarted | FunctionArgumentsDelta | FunctionCallEnded
+ReplyEvent = ReplyDelta | Finished
 
 
 class ReplyParser:
     """Parses one reply. Call `push` with each block's response ids (up to the end-of-sequence id), then `finish` once.
 
-    A function call is given out when it is whole. A malformed one (or one cut by the token limit) is given out as
-    content instead, `<tool_call>` and all, so that nothing the model wrote is lost and no client runs half a call.
+    Function calls are given out as they are written, see FunctionCallReader.
     """
 
     def __init__(
@@ -63,81 +52,96 @@ class ReplyParser:
         tokenizer: Tokenizer,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        checks: Mapping[str, Callable[[str], bool]] | None = None,
+        one_call: bool = False,
         stop: Sequence[str] = (),
         starts_in_thinking: bool = False,
         parse_thinking: bool = True,
         parse_tools: bool = True,
     ) -> None:
-        """`tools` types the arguments of XML calls; the other options are StreamParser's. Raises RequestError."""
+        """`tools`, `checks`: what calls are held to (see OfferedTools). `one_call`: the reply ends behind its first call.
+        The other options are StreamParser's. Raises RequestError."""
         self._detokenizer = Detokenizer(tokenizer)
         self._stream = StreamParser(
             stop=stop, starts_in_thinking=starts_in_thinking, parse_thinking=parse_thinking, parse_tools=parse_tools
         )
-        self._schemas = parameter_schemas(tools)
-        self._call = AutoParser(self._schemas)
-        self._call_events: list[CallEvent] = []
-        self._raw_call: list[str] = []
-        self._calls = 0
+        self._tools = OfferedTools.of(tools, checks)
+        self._one_call = one_call
+        self._call: FunctionCallReader | None = None
+        self._complete_calls = self._incomplete_calls = 0
         self._stop_string: str | None = None
+        self._over = False  # the only call that is wanted was given out
 
     @property
     def stopped(self) -> bool:
-        """True once a stop string was met: the decode loop may end the sequence."""
-        return self._stream.stopped
+        """True once a stop string was met, or the only call wanted: the decode loop may end the sequence."""
+        return self._over or self._stream.stopped
 
-    def push(self, ids: Iterable[int]) -> list[ReplyEvent]:
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as the text so far tells."""
+        return self._stream.in_reasoning
+
+    def push(self, ids: Iterable[int]) -> list[ReplyDelta]:
         """Events that these tokens make certain."""
         return self._convert(self._stream.push(self._detokenizer.push(ids)))
 
     def finish(self, *, hit_limit: bool = False, cancelled: bool = False) -> list[ReplyEvent]:
         """Ends the reply; the last event is Finished.
 
-        `hit_limit`: the token limit came before an end-of-sequence id. A stop string within the limit still counts as
-        the end.
+        `hit_limit`: the token limit came before an end-of-sequence id. A stop string, or the only call wanted, within the
+        limit still counts as the end.
         """
-        events = self._convert(self._stream.push(self._detokenizer.flush()))
-        events += self._convert(self._stream.finish())
-        truncated = hit_limit and self._stop_string is None
+        cut = hit_limit or cancelled
+        events: list[ReplyEvent] = [*self._convert(self._stream.push(self._detokenizer.flush()), cut=cut)]
+        events += self._convert(self._stream.finish(), cut=cut)
+        ended = self._over or self._stop_string is not None
         reason = finish_reason(
-            truncated=truncated, cancelled=cancelled and self._stop_string is None, tool_calls=self._calls
+            truncated=hit_limit and not ended,
+            cancelled=cancelled and not ended,
+            complete_calls=self._complete_calls,
+            incomplete_calls=self._incomplete_calls,
         )
         return [*events, Finished(reason, self._stop_string)]
 
-    def _convert(self, stream_events: Iterable[StreamEvent]) -> list[ReplyEvent]:
-        events: list[ReplyEvent] = []
+    def _convert(self, stream_events: Iterable[StreamEvent], *, cut: bool = False) -> list[ReplyDelta]:
+        events: list[ReplyDelta] = []
         for event in stream_events:
+            if self._over:
+                break
             if isinstance(event, ToolCallStarted):
-                self._call, self._call_events, self._raw_call = AutoParser(self._schemas), [], []
+                index = self._complete_calls + self._incomplete_calls
+                self._call = FunctionCallReader(self._tools, index)
             elif isinstance(event, ToolCallDelta):
-                self._raw_call.append(event.text)
-                self._call_events += self._call.push(event.text)
+                assert self._call is not None
+                events += self._call.push(event.text, cut=cut)
             elif isinstance(event, ToolCallEnded):
-                self._end_call(event.closed, events)
+                events += self._end_call(closed=event.closed, cut=cut)
             elif isinstance(event, Stopped):
                 self._stop_string = event.stop_string
             else:
                 events.append(event)
         return events
 
-    def _end_call(self, closed: bool, events: list[ReplyEvent]) -> None:
-        self._call_events += self._call.finish()
-        if not closed or any(isinstance(event, CallMalformed) for event in self._call_events):
-            events.append(ContentDelta("<tool_call>" + "".join(self._raw_call) + ("</tool_call>" if closed else "")))
-            return
-        for event in self._call_events:
-            if isinstance(event, CallName):
-                events.append(FunctionCallStarted(self._calls, event.name))
-            elif isinstance(event, ArgumentsDelta):
-                events.append(FunctionArgumentsDelta(self._calls, event.text))
-        self._calls += 1
+    def _end_call(self, *, closed: bool, cut: bool) -> Iterable[ReplyDelta]:
+        assert self._call is not None
+        events = self._call.end(closed=closed, cut=cut)
+        if self._call.begun:
+            self._over = self._one_call and closed
+            if self._call.complete:
+                self._complete_calls += 1
+            else:
+                self._incomplete_calls += 1
+        return events
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A whole function call; `arguments` is the text of a JSON object."""
+    """A function call; `arguments` is the text of a JSON object, or its beginning if the call isn't `complete`."""
 
     name: str
     arguments: str
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,8 @@ def collect_reply(events: Iterable[ReplyEvent]) -> ReplyText:
     content: list[str] = []
     reasoning: list[str] = []
     names: list[str] = []
-    arguments: list[list[str]] = []
+    arguments: list[str] = []
+    complete: list[bool] = []
     for event in events:
         if isinstance(event, ContentDelta):
             content.append(event.text)
@@ -164,10 +169,12 @@ def collect_reply(events: Iterable[ReplyEvent]) -> ReplyText:
             reasoning.append(event.text)
         elif isinstance(event, FunctionCallStarted):
             names.append(event.name)
-            arguments.append([])
+            arguments.append("")
         elif isinstance(event, FunctionArgumentsDelta):
-            arguments[event.index].append(event.text)
+            arguments[event.index] += event.text
+        elif isinstance(event, FunctionCallEnded):
+            complete.append(event.complete)
         else:
-            calls = tuple(FunctionCall(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True))
+            calls = tuple(map(FunctionCall, names, arguments, complete))
             return ReplyText("".join(content), "".join(reasoning), calls, event.reason, event.stop_string)
     raise ValueError("the events do not end with Finished")

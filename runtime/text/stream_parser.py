@@ -126,6 +126,11 @@ class StreamParser:
         """True once a stop string was met or `finish` was called: further text is ignored."""
         return self._done
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside `<think>`."""
+        return self._state == "reasoning"
+
     def push(self, text: str) -> list[StreamEvent]:
         """Events that `text` makes certain."""
         return [] if self._done else self._scan(self._held + text, final=False)

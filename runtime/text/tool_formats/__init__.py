@@ -1,9 +1,9 @@
 """From the raw text of a tool call to its name and its arguments as JSON: one file per format.
 
 A parser gets what stands between `<tool_call>` and `</tool_call>` in pieces. It reports the name once, then pieces of
-the arguments that join to one JSON object, then `CallEnded`; or, at any point, `CallMalformed`, after which nothing of
-the call may be used (the JSON given out so far stays unfinished on purpose: half a call must not pass for a whole
-one).
+the arguments as soon as they are certain, then `CallEnded`; or, at any point, `CallMalformed`. The last bracket of the
+arguments comes with `CallEnded`, so that the pieces join to valid JSON only if the call is whole: half a call can't pass
+for a whole one. Joined, the events depend on the text alone, not on how it was split.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class CallMalformed:
-    """The text is not a call. `reason` says why, in words for a log."""
+    """The text is not a call, or no longer one. `reason` says why, in words for a log."""
 
     reason: str
 
@@ -56,4 +56,4 @@ class CallParser(Protocol):
         """Events that more raw text makes certain."""
 
     def finish(self) -> list[CallEvent]:
-        """The raw text is complete: ends with CallEnded or CallMalformed, unless already given."""
+        """The raw text is complete: ends with CallEnded or CallMalformed, unless that was given already."""

@@ -7,13 +7,16 @@
     </function>
 
 One newline after `<parameter=key>` and one before `</parameter>` belong to the layout, the rest to the value. A value
-is typed by the tool's JSON schema when there is one, else it is a string. Strings are given out as they come, other
-types when the value is complete. A value ends at the first `</parameter>`; there is no escape for it.
+is typed by the tool's JSON schema when there is one, else it is a string. A value that can only be a string is given
+out as it comes; others when they are complete, since a text that does not fit its type becomes a string after all. A
+value ends at the first `</parameter>`, there is no escape for it; or at the `</function>` that ends the call, since
+models forget the `</parameter>` before it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +34,10 @@ from clover.runtime.text.tool_formats.values import allowed_types, typed_json
 
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_VALUE_ENDS = ("\n" + _END_PARAMETER, _END_PARAMETER, "\n" + _END_FUNCTION, _END_FUNCTION)
+_END_OF_CALL = re.compile(
+    rf"\n?{_END_FUNCTION}\s{{0,64}}\Z"
+)  # bounded, so that a run of spaces isn't searched for ever
 
 
 class _MalformedError(Exception):
@@ -71,7 +78,13 @@ class QwenXmlParser:
         if self._over:
             return []
         self._over = True
-        return [CallEnded() if self._whole else CallMalformed("the tool call is unfinished")]
+        if self._step == self._read_value and (end := _END_OF_CALL.search(self._buffer)):
+            self._end_value(self._buffer[: end.start()])
+            self._whole = True
+        if not self._whole:
+            return [CallMalformed("the tool call is unfinished")]
+        self._give("}" if self._keys else "{}")
+        return [*self._take(), CallEnded()]
 
     # Each step uses up some of the buffer and returns True, or returns False to wait for more text.
 
@@ -88,7 +101,6 @@ class QwenXmlParser:
         self._buffer = self._buffer.lstrip()
         if self._buffer.startswith(_END_FUNCTION):
             self._buffer = self._buffer[len(_END_FUNCTION) :]
-            self._give("}" if self._keys else "{}")
             self._whole = True
             self._step = self._read_trailing_space
             return True
@@ -119,13 +131,13 @@ class QwenXmlParser:
             self._at_value_start = False
         end = self._buffer.find(_END_PARAMETER)
         if end < 0:
-            sure = held_back_from(self._buffer, ("\n" + _END_PARAMETER, _END_PARAMETER))
+            held = _END_OF_CALL.search(self._buffer)
+            sure = held.start() if held else held_back_from(self._buffer, _VALUE_ENDS)
             self._give_value(self._buffer[:sure])
             self._buffer = self._buffer[sure:]
             return False
-        self._give_value(self._buffer[:end].removesuffix("\n"))
+        self._end_value(self._buffer[:end].removesuffix("\n"))
         self._buffer = self._buffer[end + len(_END_PARAMETER) :]
-        self._give('"' if self._value is None else typed_json("".join(self._value), self._types))
         self._step = self._read_parameter
         return True
 
@@ -152,6 +164,10 @@ class QwenXmlParser:
             raise _MalformedError(f"the name after {opening!r} is {name!r}")
         self._buffer = self._buffer[end + 1 :]
         return name
+
+    def _end_value(self, rest: str) -> None:
+        self._give_value(rest)
+        self._give('"' if self._value is None else typed_json("".join(self._value), self._types))
 
     def _give_value(self, text: str) -> None:
         if self._value is not None:

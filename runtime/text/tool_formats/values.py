@@ -1,37 +1,30 @@
-"""JSON that a model wrote: checked without recursion, and typed by a tool's schema."""
+"""A tool's schema, and JSON values by it."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from clover.runtime.text.tool_formats import MAX_DEPTH, ParameterSchemas
-
-_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-# The closing quote is optional: an unclosed string is passed over once, not searched again from each quote in it.
-_STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+from clover.runtime.text.tool_formats import ParameterSchemas
+from clover.runtime.text.tool_formats.json_scanner import JsonError, JsonScanner, is_integer, is_number
 
 
-def parse_json(text: str) -> Any:
-    """The value of strict JSON. Raises ValueError if it is not (NaN, nesting deeper than MAX_DEPTH and trailing text
-    too)."""
-    depth = 0
-    for match in _STRING_OR_BRACKET.finditer(text):
-        if match[0] in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        elif match[0] in "]}":
-            depth -= 1
-    # Numbers stay text: their size is the receiver's business, and int() refuses very long ones.
-    return json.loads(text, parse_constant=_refuse_constant, parse_int=str, parse_float=str)
+def container_text(text: str) -> str:
+    """The object or array that `text` spells, as JsonScanner gives it out. Raises JsonError if it spells anything else."""
+    scanner = JsonScanner()
+    scanned = "".join(token.text for token in scanner.push(text.strip()))
+    if not scanner.whole:
+        raise JsonError("the JSON is unfinished")
+    return scanned
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def object_text(text: str) -> str:
+    """`container_text` of an object."""
+    scanned = container_text(text)
+    if scanned[0] != "{":
+        raise JsonError("it is not an object")
+    return scanned
 
 
 def parameter_schemas(tools: Iterable[Mapping[str, Any]] | None) -> ParameterSchemas:
@@ -103,15 +96,13 @@ def typed_json(text: str, types: frozenset[str]) -> str:
         return "null"
     if "boolean" in types and lower in ("true", "false"):
         return lower
-    if "integer" in types and _INTEGER.fullmatch(bare):
+    if "integer" in types and is_integer(bare):
         return bare
-    if "number" in types and _NUMBER.fullmatch(bare):
+    if "number" in types and is_number(bare):
         return bare
     if ("object" in types and bare.startswith("{")) or ("array" in types and bare.startswith("[")):
         try:
-            parse_json(bare)
-        except (ValueError, RecursionError):
+            return container_text(bare)
+        except JsonError:
             pass
-        else:
-            return bare
     return json.dumps(text, ensure_ascii=False)
