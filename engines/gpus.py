@@ -127,7 +127,7 @@ def _by_name() -> dict[str, Gpu]:
     return {normalise(alias): gpu for gpu in TARGETS for alias in (gpu.name, gpu.title, *gpu.aliases)}
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, option: str = "--gpu") -> Gpu:
     """The target called `name`, however it is written. Raises CloverError suggesting the nearest names."""
     rows = _by_name()
     key = normalise(name)
@@ -136,7 +136,8 @@ def find_gpu(name: str) -> Gpu:
     near = difflib.get_close_matches(key, rows, n=3, cutoff=0.6)
     names = list(dict.fromkeys(rows[k].name for k in near))
     hint = f"did you mean {' or '.join(names)}?" if names else f"known: {', '.join(g.name for g in TARGETS)}."
-    raise CloverError(f"--gpu {name!r} is no known target; {hint} Any other card: --sm 120 --memory 16GiB.")
+    other = " Any other card: --sm 120 --memory 16GiB." if option == "--gpu" else ""
+    raise CloverError(f"{option} {name!r} is no known target; {hint}{other}")
 
 
 SIZE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
+import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_support import NANO, bundle
-from serve_support import nano
+from rich.console import Console
+from serve_support import chat_ids, nano
 from typer.testing import CliRunner
 
 from clover.cli import app
-from clover.engines.bench.command import bench_engine, make_settings, read_prompts, render
-from clover.engines.bench.measure import Run, Spread, measure, summarise
+from clover.engines.bench.command import bench_engine, make_settings
+from clover.engines.bench.measure import Plans, Run, Spread, measure, run_once, summarise
+from clover.engines.bench.roofline import against_roofline, count_experts
+from clover.engines.bench.tables import render
+from clover.engines.gpus import find_gpu
+from clover.engines.planner.full_size import FULL_SIZE
+from clover.engines.planner.measured import MeasuredStep, floor_seconds, machine_on
+from clover.engines.planner.plan import plan
+from clover.engines.prompts import read_prompts
+from clover.engines.trace.record import record
+from clover.exporter.precision import plan_precision
 from clover.runtime.errors import CloverError, RequestError
 
 
@@ -24,7 +37,7 @@ def test_an_engine_is_measured_under_every_setting(tmp_path: Path) -> None:
     result = bench_engine(
         bundle(NANO).directory, prompts, {"threads": 1, "max_context": 256, "cache": False},
         modes=("fill", "autoregressive", "self-speculative"), thresholds=(0.5, 0.95), block_sizes=(8, 32),
-        coreset_top_ps=(), repeats=2, max_new_tokens=12,
+        coreset_top_ps=(), repeats=2, max_new_tokens=12, cards=("h200",),
     )  # fmt: skip
     assert json.loads(json.dumps(result)) == result
     names = [s["name"] for s in result["settings"]]
@@ -38,22 +51,105 @@ def test_an_engine_is_measured_under_every_setting(tmp_path: Path) -> None:
             assert s["tokens"] == base["tokens"]  # the same replies
         if name.startswith("fill"):
             assert f"t{s['options']['threshold']:g}" in name and s["steps_per_block"] >= 1
-        for spread in (s["tokens_per_second"], s["first_token_ms"], s["ratio"]):
+        spreads = ("tokens_per_second", "first_token_ms", "ratio", "experts_per_layer", "roofline_percent")
+        for spread in (s[key] for key in spreads):
             assert (
                 0 < spread["low"] <= spread["quarter"] <= spread["median"] <= spread["three_quarters"] <= spread["high"]
             )
         assert 0 < s["python_share"] < 1
-    told = render(result)
-    assert all(name in told for name in names)
-    for condition in ("model nano", "threads 1", "prompts 2", "max new tokens 12", "runs per setting 4", "interleaved"):
-        assert condition in told
+        least = 2.0 if name == "autoregressive" else 2.1  # a row takes two experts; a block's rows differ
+        assert least <= s["experts_per_layer"]["median"] <= 16
+        assert list(s["roofline_tokens_per_second"]) == ["h200"] and s["roofline_tokens_per_second"]["h200"] > 1e5
+    assert base["experts_per_layer"]["high"] == 2.0
+    told = shown(result)
+    assert all(told.count(name) >= 3 for name in names)
+    for condition in (
+        "model nano", "threads 1", "prompts 2", "max new tokens 12", "runs per setting 4", "interleaved", "batch 1",
+        "clover 0.", "backend onnxruntime 1.", "precision fp32", "prompt tokens", "reply tokens", "target cpu", "GB/s", "GFLOP/s",
+    ):  # fmt: skip
+        assert condition in told, condition
+
+
+def shown(result: Any) -> str:
+    out = io.StringIO()
+    Console(width=200, file=out).print(render(result))
+    return " ".join(out.getvalue().split())
+
+
+def test_without_experts_nothing_is_said_of_a_roofline() -> None:
+    result = bench_engine(
+        bundle(NANO).directory, None, {"threads": 1, "max_context": 256, "cache": False}, modes=("autoregressive",),
+        thresholds=(), block_sizes=(), coreset_top_ps=(), repeats=1, max_new_tokens=2, experts=False,
+    )  # fmt: skip
+    assert not {"roofline", "cards"} & set(result["conditions"]) and "experts_per_layer" not in result["settings"][0]
+    assert "roofline" not in shown(result).lower()
+
+
+@pytest.mark.parametrize("mode", ["fill", "autoregressive", "self-speculative", "adaptive"])
+def test_the_counted_steps_are_those_that_ran(mode: str) -> None:
+    """Rows, context and experts of a reply run again are those of the reply: its tokens are all accounted for."""
+    engine, plans = nano(), Plans()
+    prompt = chat_ids(engine, "Parse the dispatch: Send UAV7 to Cedar, priority high.")
+    options = engine.options(mode=mode, max_new_tokens=40, block_size=16)
+    runs = [run_once(engine, prompt, options, 0, plans) for _ in range(2)]
+    assert len(plans.found) == 1 + runs[1].plan  # a reply that ran the same steps is kept once
+    if mode != "adaptive":
+        assert len(plans.found) == 1
+    counted = count_experts(engine.bundle, plans.found, max_context=512, max_rows=0, threads=1)
+    for rows, plan_ in zip(plans.found, counted, strict=True):
+        committed = 0
+        for r, step in zip(rows, plan_.steps, strict=True):
+            assert (step.commit, step.preview, step.logit_rows) == (
+                r.commit,
+                len(r.tokens) - r.commit,
+                len(r.logit_rows),
+            )
+            if not r.undo:
+                assert step.context == committed
+            committed = step.context + step.commit
+            assert 2 <= step.distinct <= min(16, 2 * len(r.tokens))
+        assert len(prompt) <= committed <= len(prompt) + 40 + 16
+    if mode == "fill":
+        traced = record(engine, prompt, options, threads=1)
+        assert statistics.mean(counted[0].developing) == pytest.approx(statistics.mean(e.mean for e in traced.experts))
+    told = against_roofline(
+        {"a": runs},
+        counted,
+        None,
+        {"h200": machine_on(engine.bundle.manifest.config, engine.bundle.manifest.precision_plan, find_gpu("h200"))},
+    )
+    assert told["a"].percent is None and told["a"].cards["h200"] > 0
+
+
+@pytest.mark.parametrize("card", ["rtx-5070-ti", "h200"])
+def test_measured_steps_cost_what_the_plan_says_of_the_same_steps(card: str) -> None:
+    precision = plan_precision(FULL_SIZE, "int4")
+    (costs,) = plan(FULL_SIZE, find_gpu(card), precision, max_context=4096).performance
+    machine = machine_on(FULL_SIZE, precision, find_gpu(card), max_context=4096)
+    for cost, (commit, preview, logits) in (
+        (costs.autoregressive, (1, 0, 1)), (costs.denoise, (0, 32, 32)), (costs.commit_and_preview, (32, 32, 32)),
+        (costs.verify, (32, 0, 32)), (costs.prefill, (512, 0, 0)),
+    ):  # fmt: skip
+        step = MeasuredStep(commit, preview, logits, 4096, cost.distinct)
+        assert floor_seconds(machine, [step, step]) == pytest.approx(2 * cost.seconds)
+    here = replace(find_gpu("cpu"), bandwidth_gbs=10.0, bf16_tflops=1e6)  # bytes alone decide
+    on_cpu = machine_on(FULL_SIZE, precision, here)
+    slower = floor_seconds(on_cpu, [MeasuredStep(1, 0, 1, 0, 16.0)]) - floor_seconds(
+        on_cpu, [MeasuredStep(1, 0, 1, 0, 8.0)]
+    )
+    assert slower == pytest.approx(8 * 40 * on_cpu.weights.per_expert / 10e9)
+
+
+def test_a_card_that_is_too_small_is_a_sentence() -> None:
+    with pytest.raises(CloverError, match="What would fit"):
+        machine_on(FULL_SIZE, plan_precision(FULL_SIZE, "fp32"), find_gpu("rtx-5070"))
 
 
 def test_runs_are_interleaved_and_paired(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt meets every setting before the next prompt does, in changing order; the warm-up round doesn't count."""
     seen: list[tuple[int, str]] = []
 
-    def run_once(engine: Any, prompt: Any, options: Any, number: int) -> Run:
+    def run_once(engine: Any, prompt: Any, options: Any, number: int, plans: Any) -> Run:
         seen.append((number, options))
         return Run(number, 4, 10, 5, 2, {"a": 1.0, "b": 0.5}[options], 0.25, 0.1)
 
@@ -104,6 +200,9 @@ def test_bad_requests_are_sentences(tmp_path: Path) -> None:
         ([directory, "--block-size", "33"], "block_size"),
         ([directory, "--prompts", str(tmp_path / "none.txt")], "No such file"),
         ([directory, "--max-context", "8"], "context holds 8"),
+        ([directory, "--roofline", "rtx-9999"], "--roofline 'rtx-9999' is no known target"),
+        ([directory, "--roofline", "h200", "--no-experts"], "leave --no-experts out"),
+        (["--compare", "http://a", "http://b", "--cases", "x", "--no-experts"], "--experts measures a bundle"),
         ([directory, "--mode", "autoregressive", "--block-size", "8"], "--block-size acts in none"),
         ([directory, "--mode", "self-speculative", "--threshold", "0.9"], "--threshold acts in none"),
     ):
@@ -118,6 +217,7 @@ BUNDLE_ALONE = (
     "block-size",
     "coreset-top-p",
     "repeats",
+    "roofline",
     "max-context",
     "threads",
     "provider",

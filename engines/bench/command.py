@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clover.engines.bench.measure import Spread, Summary, measure, summarise
+from clover.engines.bench.machine import CpuSpeeds, measure_cpu
+from clover.engines.bench.measure import Plans, Summary, measure, summarise
+from clover.engines.bench.roofline import DEFAULT_CARDS, Roofline, against_roofline, count_experts, machines_on
+from clover.engines.bench.roofline import to_json as roofline_json
+from clover.engines.bundle import Bundle
+from clover.engines.conditions import engine_conditions
+from clover.engines.gpus import Gpu, find_gpu
+from clover.engines.planner.measured import machine_on
+from clover.engines.planner.roofline import Machine
+from clover.engines.prompts import read_prompts, user_prompt
 from clover.runtime.clover import Clover
 from clover.runtime.errors import CloverError, RequestError
 from clover.runtime.options import MODES, DecodeOptions
@@ -20,42 +26,6 @@ DEFAULT_PROMPTS = (
     "Explain in three sentences how a tide comes about.",
     "Write a Python function that returns the longest common prefix of a list of strings.",
 )
-
-
-def read_prompts(path: Path | None) -> list[Any]:
-    """Chats from a file: a prompt a line, or JSON lines with `prompt` or `messages`. None: three of our own.
-
-    Raises CloverError naming a line that can't be read.
-    """
-    if path is None:
-        return [[{"role": "user", "content": p}] for p in DEFAULT_PROMPTS]
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise CloverError(f"--prompts {path} is not UTF-8 text; save it as UTF-8.") from None
-    chats = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if path.suffix == ".jsonl":
-            chats.append(_chat(line, f"--prompts {path}, line {number}"))
-        else:
-            chats.append([{"role": "user", "content": line}])
-    if not chats:
-        raise CloverError(f"--prompts {path} holds no prompts; write one a line.")
-    return chats
-
-
-def _chat(line: str, where: str) -> Any:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CloverError(f"{where} is no JSON ({error}); mend or remove it.") from None
-    if isinstance(value, dict) and isinstance(value.get("prompt"), str):
-        return [{"role": "user", "content": value["prompt"]}]
-    if isinstance(value, dict) and isinstance(value.get("messages"), list):
-        return value["messages"]
-    raise CloverError(f"{where} must be an object with a text `prompt` or a list `messages`; mend or remove it.")
 
 
 def make_settings(
@@ -108,78 +78,104 @@ def bench_engine(
     coreset_top_ps: Sequence[float],
     repeats: int,
     max_new_tokens: int,
-    progress: Callable[[int, int], None] | None = None,
+    experts: bool = True,
+    cards: Sequence[str] = (),
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> dict[str, Any]:
-    """Measures and returns JSON data: conditions and one summary a setting. Raises CloverError."""
+    """Measures and returns JSON data: conditions and one summary a setting. `experts`: also count them in an untimed pass,
+    and compare with the roofline; `cards`: of which cards, default two. Raises CloverError."""
     if not 1 <= repeats <= 1000:
         raise RequestError("repeats", f"--repeats is {repeats}; it must be from 1 to 1000.")
-    chats = read_prompts(prompts)
+    if cards and not experts:
+        raise RequestError("roofline", "--roofline needs the experts counted; leave --no-experts out.")
+    targets = [find_gpu(card, "--roofline") for card in cards or DEFAULT_CARDS] if experts else []
+    chats = read_prompts(prompts) if prompts else [user_prompt(p, "prompts") for p in DEFAULT_PROMPTS]
+    threads, plans = load.get("threads"), Plans()
     with Clover.load(bundle, **load) as engine:
-        if engine.template is None or engine.tokenizer is None:
-            raise RequestError("prompts", "this bundle has no tokenizer or chat template, so it can't answer prompts.")
+        opened, context, most = engine.bundle, engine.session.max_context, engine.session.max_rows
         settings = make_settings(
             engine, modes or MODES, thresholds, block_sizes, coreset_top_ps, max_new_tokens
         )  # fmt: skip
-        ids = [engine.tokenizer.encode_prompt(engine.template.render(chat)) for chat in chats]
-        for prompt in ids:  # refused before anything is measured
+        ids = [chat.encode(engine) for chat in chats]
+        for chat, prompt in zip(chats, ids, strict=True):  # refused before anything is measured
             for options in settings.values():
-                engine.decoder(prompt, options, "prompts")
-        summaries = summarise(measure(engine, ids, settings, repeats=repeats, progress=progress))
-        manifest = engine.bundle.manifest
-        conditions = {
-            "model": manifest.model.name,
-            "checkpoint": manifest.model.checkpoint[:12],
-            "clover": manifest.clover_version,
-            "target": manifest.target.name,
-            "backend": f"{manifest.target.backend} {manifest.target.backend_version}",
-            "precision": manifest.precision["classes"]["experts"],
-            "machine": platform.machine(),
-            "cpus": os.cpu_count(),
-            "threads": load.get("threads") or "one a core",
-            "prompts": len(ids),
-            "prompt_tokens": round(sum(map(len, ids)) / len(ids), 1),
-            "max_new_tokens": max_new_tokens,
-            "runs_per_setting": len(ids) * repeats,
-            "order": "interleaved, shuffled, after one warm-up round",
+                engine.decoder(prompt, options, chat.where)
+        conditions = engine_conditions(opened, threads, load.get("provider"))
+        on_cpu = experts and conditions["provider"] == "cpu"
+        before = measure_cpu(conditions["threads"]) if on_cpu else None
+        runs = measure(
+            engine, ids, settings, repeats=repeats, plans=plans if experts else None,
+            progress=lambda done, total: progress("replies", done, total),
+        )  # fmt: skip
+        speeds = before.best(measure_cpu(conditions["threads"])) if before else None
+    # the engine is closed by now: a model is in memory once
+    conditions |= {
+        "prompts": len(ids),
+        "prompt_tokens": round(sum(map(len, ids)) / len(ids), 1),
+        "reply_tokens": _mean_tokens([r.tokens for own in runs.values() for r in own]),
+        "max_new_tokens": max_new_tokens,
+        "runs_per_setting": len(ids) * repeats,
+        "order": "interleaved, shuffled, after one warm-up round",
+    }
+    rooflines: dict[str, Roofline] = {}
+    if experts:
+        steps = count_experts(
+            opened, plans.found, max_context=context, max_rows=most, threads=threads,
+            progress=lambda done, total: progress("experts", done, total),
+        )  # fmt: skip
+        here = _this_machine(opened, conditions["activations"], speeds)
+        machines, reasons = machines_on(opened, targets, load.get("max_context"))
+        rooflines = against_roofline(runs, steps, here, machines)
+        conditions |= {
+            "experts": opened.manifest.config.num_experts,
+            "roofline": _described_machine(here, speeds),
+            "cards": {g.name: reasons.get(g.name, g.title) for g in targets},
         }
-    return {"conditions": conditions, "settings": [_described(s, settings[s.name]) for s in summaries]}
+    return {"conditions": conditions, "settings": [_described(s, settings, rooflines) for s in summarise(runs)]}
 
 
-def _described(summary: Summary, options: DecodeOptions) -> dict[str, Any]:
-    kept = ("mode", "block_size", "threshold", "coreset_top_p", "temperature", "presence_penalty", "repetition_penalty")
-    return {**summary.to_json(), "options": {k: getattr(options, k) for k in kept}}
+def _mean_tokens(counts: Sequence[int]) -> float:
+    return round(sum(counts) / len(counts), 1)
 
 
-def render(result: Mapping[str, Any]) -> str:
-    """A table, its conditions above it."""
-    lines = [", ".join(f"{k.replace('_', ' ')} {v}" for k, v in result["conditions"].items())]
-    widest = max(len(s["name"]) for s in result["settings"])
-    first = result["settings"][0]["name"]
-    lines.append(
-        f"{'setting':<{widest}}  {'tokens/s':>8} {'quartiles':>13} {'first ms':>9} {'quartiles':>13} {'tok/step':>9} "
-        f"{'step/block':>10} {'ratio':>6} {'quartiles':>11}"
-    )
-    for s in result["settings"]:
-        rate, ttft, ratio = (s[k] for k in ("tokens_per_second", "first_token_ms", "ratio"))
-        blocks = "-" if s["steps_per_block"] is None else f"{s['steps_per_block']:.2f}"
-        lines.append(
-            f"{s['name']:<{widest}}  {_median(rate, 0):>8} {_quartiles(rate, 0):>13} {_median(ttft, 1):>9} {_quartiles(ttft, 1):>13} "
-            f"{s['tokens_per_step']:>9.2f} {blocks:>10} {_median(ratio, 2):>6} {_quartiles(ratio, 2):>11}"
-        )
-    lines.append(f"medians over runs; ratio: tokens/s of the same prompt and round against {first}")
-    return "\n".join(lines)
+def _this_machine(bundle: Bundle, activations: str, speeds: CpuSpeeds | None) -> Machine | None:
+    """What the bundle ran on, None where that is a card that isn't known. speeds: of the CPU, where it ran there."""
+    manifest = bundle.manifest
+    if speeds is not None:
+        return machine_on(manifest.config, manifest.precision_plan, speeds.target(int8=activations == "8-bit"))
+    from clover.engines.gpu_driver import detected_gpu
+
+    try:
+        gpu: Gpu = detected_gpu()
+        resident = manifest.engines[0].resident_experts if manifest.engines else None
+        backend = manifest.target.backend if manifest.engines else "onnxruntime"
+        return machine_on(
+            manifest.config, manifest.precision_plan, gpu, backend=backend, resident_experts=resident
+        )  # fmt: skip
+    except CloverError:
+        return None
 
 
-def _median(spread: Mapping[str, float] | Spread | None, digits: int) -> str:
-    return "-" if spread is None else f"{_as_map(spread)['median']:.{digits}f}"
+def _described_machine(here: Machine | None, speeds: CpuSpeeds | None) -> dict[str, Any] | None:
+    if here is None:
+        return None
+    found: dict[str, Any] = {
+        "machine": here.gpu.title,
+        "read_gbs": round(here.gpu.bandwidth_gbs, 1),
+        "peak_gflops": round(1e3 * here.gpu.bf16_tflops, 1),
+        "source": here.gpu.source,
+    }
+    if speeds is not None:
+        found |= {"float32_gflops": round(speeds.float32_gflops, 1), "int8_gflops": round(speeds.int8_gflops, 1)}
+    return found
 
 
-def _quartiles(spread: Mapping[str, float] | Spread | None, digits: int) -> str:
-    if spread is None:
-        return "-"
-    values = _as_map(spread)
-    return f"{values['quarter']:.{digits}f}-{values['three_quarters']:.{digits}f}"
-
-
-def _as_map(spread: Mapping[str, float] | Spread) -> Mapping[str, float]:
-    return vars(spread) if isinstance(spread, Spread) else spread
+def _described(
+    summary: Summary, settings: Mapping[str, DecodeOptions], rooflines: Mapping[str, Roofline]
+) -> dict[str, Any]:
+    """A setting's numbers and the options that act in its mode."""
+    options = settings[summary.name]
+    kept = ["mode", "temperature", "presence_penalty", "repetition_penalty"]
+    kept += [name for name in ("threshold", "block_size", "coreset_top_p") if _acts(name, options.mode)]
+    roofline = roofline_json(rooflines[summary.name]) if rooflines else {}
+    return {**summary.to_json(), **roofline, "options": {k: getattr(options, k) for k in kept}}

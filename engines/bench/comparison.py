@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def compare_servers(
     timeout: float,
     max_tokens: int,
     key: str | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> tuple[dict[str, Any], str]:
     """Compares, writes the report, and returns the result as JSON data and as text. Raises CloverError."""
     if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
@@ -31,7 +33,10 @@ def compare_servers(
     book = ledger or cases.with_suffix(".ledger.jsonl")
     if not book.parent.is_dir():
         raise CloverError(f"--ledger {book}: {book.parent} is not a directory; create it or give another path.")
-    result = compare(urls, read, digest, book, runs=runs, timeout=timeout, max_tokens=max_tokens, key=key)
+    result = compare(
+        urls, read, digest, book, runs=runs, timeout=timeout, max_tokens=max_tokens, key=key,
+        progress=lambda done, total: progress("servers", done, total),
+    )  # fmt: skip
     if out is not None:
         work = out.with_name(f".{out.name}.partial")
         try:

@@ -12,11 +12,12 @@ from clover.runtime.clover import Clover
 from clover.runtime.decoder import TokensEvent
 from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions
+from clover.runtime.session import SequenceRows
 
 
 @dataclass(frozen=True)
 class Run:
-    """One reply. Seconds; first: to the first token given out, None for an empty reply."""
+    """One reply. Seconds; first: to the first token given out, None for an empty reply. plan: of its steps (see Plans)."""
 
     prompt: int
     prompt_tokens: int
@@ -26,6 +27,25 @@ class Run:
     seconds: float
     engine_seconds: float
     first: float | None
+    plan: int = 0
+
+
+class Plans:
+    """What replies ran, step by step, each different sequence of steps once."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[SequenceRows, ...]] = []
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def add(self, rows: Sequence[SequenceRows]) -> int:
+        """The number of this sequence of steps."""
+        key = tuple(
+            (r.commit, r.tentative, r.undo, r.coreset_top_p, r.tokens.tobytes(), r.logit_rows.tobytes()) for r in rows
+        )
+        if key not in self._known:
+            self._known[key] = len(self.found)
+            self.found.append(tuple(rows))
+        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -67,9 +87,12 @@ class Summary:
         return asdict(self)
 
 
-def run_once(engine: Clover, prompt: Sequence[int], options: DecodeOptions, number: int) -> Run:
-    """One reply in slot 0, from an empty state."""
-    decoder, times, first = engine.decoder(prompt, options), StepTimes(), None
+def run_once(
+    engine: Clover, prompt: Sequence[int], options: DecodeOptions, number: int, plans: Plans | None = None
+) -> Run:
+    """One reply in slot 0, from an empty state. `plans` takes its steps: an append a step, while the clock runs."""
+    decoder, first = engine.decoder(prompt, options), None
+    times = StepTimes(rows=None if plans is None else [])
     began = time.perf_counter()
     engine.session.reset(0)
     for event in decode(engine.session, decoder, 0, times):
@@ -77,7 +100,8 @@ def run_once(engine: Clover, prompt: Sequence[int], options: DecodeOptions, numb
             first = time.perf_counter() - began
     seconds, c = time.perf_counter() - began, decoder.counts
     steps = c.steps + c.prefill_steps
-    return Run(number, len(prompt), c.response_tokens, steps, c.blocks, seconds, times.session, first)
+    plan = plans.add(times.rows) if plans is not None and times.rows is not None else 0
+    return Run(number, len(prompt), c.response_tokens, steps, c.blocks, seconds, times.session, first, plan)
 
 
 def measure(
@@ -87,12 +111,13 @@ def measure(
     *,
     repeats: int,
     seed: int = 0,
+    plans: Plans | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, list[Run]]:
     """`repeats` rounds over all prompts, each under every setting in an order of its own, after a round that warms up.
 
     What disturbs the machine for a while then disturbs every setting alike. Runs of one prompt and round stand at the
-    same index of every setting's list.
+    same index of every setting's list. `plans` takes the steps of them all.
     """
     runs: dict[str, list[Run]] = {name: [] for name in settings}
     order, r = list(settings), random.Random(seed)
@@ -102,7 +127,7 @@ def measure(
         for index, prompt in enumerate(prompts):
             r.shuffle(order)
             for name in order:
-                run = run_once(engine, prompt, settings[name], index)
+                run = run_once(engine, prompt, settings[name], index, plans)
                 if number:
                     runs[name].append(run)
                 done += 1

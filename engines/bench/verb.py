@@ -15,6 +15,7 @@ from clover.runtime.terminal.verb import (
     Threads,
     print_json,
     sentence_on_error,
+    show,
 )
 
 
@@ -23,7 +24,7 @@ def bench(
     bundle: Annotated[Path | None, typer.Argument(help="A bundle made by `clover build`.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="A prompt a line, or .jsonl with `prompt` or `messages`; default three of our own."),
+        typer.Option(help="A prompt a line, or .jsonl (see `clover calibrate`); default three of our own."),
     ] = None,
     mode: Annotated[list[str] | None, typer.Option(help="A mode to measure (repeatable); default all.")] = None,
     threshold: Annotated[list[float] | None, typer.Option(help="A threshold to measure (repeatable).")] = None,
@@ -33,6 +34,19 @@ def bench(
         int | None, typer.Option(help="Interleaved rounds over all prompts and settings.  [default: 3]")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply in tokens.")] = 128,
+    experts: Annotated[
+        bool | None,
+        typer.Option(
+            "--experts/--no-experts", help="Count experts in an untimed pass, for the roofline.  [default: yes]"
+        ),
+    ] = None,
+    roofline: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CARD",
+            help="A card to say the most of (repeatable; see `clover gpus`).  [default: rtx-5070-ti, h200]",
+        ),
+    ] = None,
     max_context: MaxContext = None,
     threads: Threads = None,
     compare: Annotated[
@@ -50,7 +64,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure a bundle in all its modes, or two servers by what they get right."""
-    from clover.engines.bench.command import bench_engine, render
+    from clover.runtime.terminal.progress import Progress
 
     if compare is not None:
         from clover.engines.bench.comparison import compare_servers
@@ -67,20 +81,24 @@ def bench(
             block_size=block_size,
             coreset_top_p=coreset_top_p,
             repeats=repeats,
+            experts=experts,
+            roofline=roofline,
             max_context=max_context,
             threads=threads,
             provider=provider,
         )
-        told = compare_servers(
-            compare,
-            cases,
-            ledger,
-            out,
-            runs=1 if runs is None else runs,
-            timeout=120.0 if timeout is None else timeout,
-            max_tokens=max_new_tokens,
-            key=api_key,
-        )
+        with Progress("asking", " answers", quiet=as_json) as shown:
+            told = compare_servers(
+                compare,
+                cases,
+                ledger,
+                out,
+                runs=1 if runs is None else runs,
+                timeout=120.0 if timeout is None else timeout,
+                max_tokens=max_new_tokens,
+                key=api_key,
+                progress=shown,
+            )
         print_json(told[0]) if as_json else print(told[1])
         return
     _refuse(
@@ -94,18 +112,25 @@ def bench(
     )
     if bundle is None:
         raise CloverError("bench needs a bundle, or --compare with two servers; give its path.")
-    result = bench_engine(
-        bundle,
-        prompts,
-        {"max_context": max_context, "threads": threads, "provider": provider},
-        modes=mode or (),
-        thresholds=threshold or (),
-        block_sizes=block_size or (),
-        coreset_top_ps=coreset_top_p or (),
-        repeats=3 if repeats is None else repeats,
-        max_new_tokens=max_new_tokens,
-    )
-    print_json(result) if as_json else print(render(result))
+    from clover.engines.bench.command import bench_engine
+    from clover.engines.bench.tables import render
+
+    with Progress("measuring", "", quiet=as_json, steady=True) as shown:
+        result = bench_engine(
+            bundle,
+            prompts,
+            {"max_context": max_context, "threads": threads, "provider": provider},
+            modes=mode or (),
+            thresholds=threshold or (),
+            block_sizes=block_size or (),
+            coreset_top_ps=coreset_top_p or (),
+            repeats=3 if repeats is None else repeats,
+            max_new_tokens=max_new_tokens,
+            experts=experts is not False,
+            cards=roofline or (),
+            progress=shown,
+        )
+    show(result if as_json else render(result))
 
 
 def _refuse(why: str, **given: object) -> None:

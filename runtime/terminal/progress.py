@@ -8,19 +8,22 @@ from types import TracebackType
 from typing import Any
 
 PLAIN_INTERVAL = 5.0  # seconds between plain lines
+STEADY_INTERVAL = 0.2  # seconds between drawings of a steady bar
 
 
 class Progress:
-    """Call it with (what, done, total); a total of 0 is a phase without a measure.
+    """Call it with (what, done, total); a total of 0 is a phase without a measure. When `done` falls, new work began.
 
-    Writes to stderr, so that stdout stays the command's result.
+    Writes to stderr, so that stdout stays the command's result. `steady`: draws when called only, never beside the work,
+    which may be timed.
     """
 
-    def __init__(self, title: str, unit: str, *, quiet: bool = False) -> None:
+    def __init__(self, title: str, unit: str, *, quiet: bool = False, steady: bool = False) -> None:
         self._title, self._unit, self._quiet = title, unit, quiet
         self._bar: Any = None
         self._task: Any = None
         self._start = self._last = time.monotonic()
+        self._done, self._steady = 0, steady
         if not quiet and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -34,6 +37,7 @@ class Progress:
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,
+                auto_refresh=not steady,
             )
             self._task = self._bar.add_task(title, total=None, rate="")
 
@@ -53,6 +57,9 @@ class Progress:
             self._phase(what)
             return
         now = time.monotonic()
+        if done < self._done:
+            self._start = now
+        self._done = done
         speed = done / max(now - self._start, 1e-9)
         if self._bar:
             self._bar.update(
@@ -61,7 +68,9 @@ class Progress:
                 total=total,
                 description=f"{self._title} {what}",
                 rate=f"{human(speed)}{self._unit}/s",
+                refresh=self._steady and (now - self._last >= STEADY_INTERVAL or done >= total),
             )
+            self._last = now if now - self._last >= STEADY_INTERVAL else self._last
         elif not self._quiet and (now - self._last >= PLAIN_INTERVAL or done >= total):
             self._last = now
             left = (total - done) / max(speed, 1e-9)
