@@ -23,6 +23,7 @@ from clover.runtime.terminal.verb import (
     Mode,
     Provider,
     Raw,
+    Thinking,
     Threads,
     Threshold,
     print_json,
@@ -159,9 +160,7 @@ def run(
     length_ramp: Annotated[
         str | None, typer.Option(help="off, or START:STOP:MAX_BIAS: raises the ending tokens of very long replies.")
     ] = None,
-    thinking: Annotated[
-        bool | None, typer.Option("--thinking/--no-thinking", help="Template's enable_thinking.")
-    ] = None,
+    thinking: Thinking = None,
     raw: Raw = False,
     show_steps: Annotated[bool, typer.Option("--show-steps", help="Draw the block developing.")] = False,
     max_context: MaxContext = None,

@@ -7,16 +7,20 @@ from typing import Annotated
 
 import typer
 
-from clover.runtime.terminal.verb import BundlePath, Json, sentence_on_error, show
+from clover.runtime.terminal.verb import (
+    BlockSize,
+    BundlePath,
+    CoresetTopP,
+    Json,
+    Provider,
+    Thinking,
+    Threads,
+    Threshold,
+    sentence_on_error,
+    show,
+)
 
-Threshold = Annotated[float | None, typer.Option(help="Fill positions whose probability exceeds this.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens developed at once.")]
-CoresetTopP = Annotated[float | None, typer.Option(help="Share of router votes the block's experts cover.")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and form together.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; default one a core.")]
-Provider = Annotated[
-    str | None, typer.Option(help="tensorrt, cpu or cuda; default the bundle's GPU engine, else the CPU.")
-]
 
 
 @sentence_on_error
@@ -27,9 +31,7 @@ def fill(
         str | None, typer.Option(help="Text with holes: {{name:12}}, {{ok:true|false}}, {{n:int}}, {{x:number}}.")
     ] = None,
     schema: Annotated[Path | None, typer.Option(help="Instead: a file with a JSON schema to answer by.")] = None,
-    thinking: Annotated[
-        bool | None, typer.Option("--thinking/--no-thinking", help="Template's enable_thinking.")
-    ] = None,
+    thinking: Thinking = None,
     threshold: Threshold = None,
     block_size: BlockSize = None,
     coreset_top_p: CoresetTopP = None,

@@ -28,6 +28,7 @@ CoresetTopP = Annotated[float | None, typer.Option(help="Share of router votes t
 MaxNewTokens = Annotated[int | None, typer.Option(help="Longest reply in tokens.")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and reply together.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default one a core.")]
+Thinking = Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="Template's enable_thinking.")]
 Raw = Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")]
 Provider = Annotated[
     str | None, typer.Option(help="tensorrt, cpu or cuda; default the bundle's GPU engine, else the CPU.")
