@@ -29,7 +29,9 @@ class Prompt:
             if self.tokens is not None:
                 return list(self.tokens)
             if engine.tokenizer is None or (self.messages is not None and engine.template is None):
-                raise RequestError("prompts", "this bundle has no tokenizer or chat template, so it takes only `tokens`.")
+                raise RequestError(
+                    "prompts", "this bundle has no tokenizer or chat template, so it takes only `tokens`."
+                )
             if self.text is not None:
                 return engine.tokenizer.encode(self.text)
             assert engine.template is not None and self.messages is not None
