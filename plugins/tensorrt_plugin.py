@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -74,12 +75,22 @@ def kernels_digest(cubins: Sequence[Cubin]) -> str:
 class PluginHost:
     """What the plugins of one process share: the compiled kernels, and the operators' hashes of them.
 
-    An exception can't cross TensorRT's own code, so `error` keeps the first one for whoever called TensorRT.
+    An exception ends in TensorRT's own code, which only knows that there was one; so `error` keeps the first for whoever
+    called TensorRT.
     """
 
     library: KernelLibrary
     digests: Mapping[str, str]  # operator -> kernels_digest
     error: BaseException | None = None
+
+    @contextmanager
+    def keeping_errors(self) -> Iterator[None]:
+        """Keeps an exception and lets it go on: to TensorRT that is a plugin's failure (a return value means nothing)."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = self.error or error
+            raise
 
     def check(self, op: PluginOp, recorded: str) -> None:
         """Raises BundleError when an engine was built with other kernels than the bundle holds."""
@@ -175,6 +186,7 @@ def _plugin_class(trt: Any, op: PluginOp, host: PluginHost) -> Any:
         def get_output_data_types(self, inputs: Any) -> Any:
             return types[len(op.inputs) :]
 
+        @host.keeping_errors()
         def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> Any:
             given = [[shape[i] for i in range(len(shape))] for shape in inputs]
             shapes = []
@@ -195,6 +207,7 @@ def _plugin_class(trt: Any, op: PluginOp, host: PluginHost) -> Any:
 
         def configure_plugin(self, inputs: Any, outputs: Any) -> None: ...
 
+        @host.keeping_errors()
         def get_workspace_size(self, inputs: Any, outputs: Any) -> int:
             shapes = [tuple(i.max) for i in inputs]
             return op.plan(self.attributes, shapes).workspace_bytes
@@ -222,23 +235,20 @@ def _plugin_class(trt: Any, op: PluginOp, host: PluginHost) -> Any:
         def attach_to_context(self, context: Any) -> Any:
             return self.clone()
 
+        @host.keeping_errors()
         def on_shape_change(self, inputs: Any, outputs: Any) -> None:
             shapes = [tuple(i.dims) for i in inputs]
             if shapes != self._shapes:
                 self._prepared = host.library.prepare(op.plan(self.attributes, shapes))
                 self._shapes = shapes
 
+        @host.keeping_errors()
         def enqueue(
             self, input_desc: Any, output_desc: Any, inputs: Any, outputs: Any, workspace: int, stream: int
-        ) -> int:
+        ) -> None:
             """Runs once per launch, or once per captured graph; lengths are read on the device, so a graph serves all."""
-            try:
-                self.on_shape_change(input_desc, output_desc)
-                names = (*(n for n, _ in op.inputs), *(n for n, _ in op.outputs))
-                self._prepared.launch(dict(zip(names, (*inputs, *outputs), strict=True)), workspace or 0, stream)
-            except BaseException as error:
-                host.error = host.error or error
-                return 1
-            return 0
+            self.on_shape_change(input_desc, output_desc)
+            names = (*(n for n, _ in op.inputs), *(n for n, _ in op.outputs))
+            self._prepared.launch(dict(zip(names, (*inputs, *outputs), strict=True)), workspace or 0, stream)
 
     return Plugin

@@ -23,8 +23,9 @@ from clover.engines.bundle import Bundle
 from clover.exporter.graph.tensorrt.lower import build_portable_graph
 from clover.exporter.graph.tensorrt.step import DeviceGraphOptions
 from clover.exporter.weight_index import read_weight_index
+from clover.runtime.gpu.tensors import TENSORRT_TYPES
 
-OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201
+OUT_OF_MEMORY, INVALID_CONTEXT, ILLEGAL_ADDRESS = 2, 201, 700
 CARD_BYTES = 2**30
 
 
@@ -38,6 +39,8 @@ class StandInDriver:
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
 
+    broken = False  # a kernel wrote where it must not
+
     def __init__(self, card_bytes: int = CARD_BYTES) -> None:
         self.card_bytes = card_bytes
         self.memory: dict[int, npt.NDArray[np.uint8]] = {}
@@ -47,11 +50,12 @@ class StandInDriver:
         self._thread = threading.local()
 
     def __getattribute__(self, name: str) -> Any:
-        """Work for the card needs a context in the calling thread, as with the real driver."""
-        if name.startswith(("cuMem", "cuStream", "cuGraph", "cuModule", "cuLaunch")) and not hasattr(
-            object.__getattribute__(self, "_thread"), "context"
-        ):
-            return lambda *arguments: (INVALID_CONTEXT, 0)
+        """Work for the card needs a context in the calling thread, as with the real driver; once `broken`, all fails."""
+        if name.startswith(("cuMem", "cuStream", "cuGraph", "cuModule", "cuLaunch")):
+            if object.__getattribute__(self, "broken"):
+                return lambda *arguments: (ILLEGAL_ADDRESS, 0)
+            if not hasattr(object.__getattribute__(self, "_thread"), "context"):
+                return lambda *arguments: (INVALID_CONTEXT, 0)
         return object.__getattribute__(self, name)
 
     def cuCtxSetCurrent(self, context: Any) -> tuple[int]:
@@ -80,7 +84,8 @@ class StandInDriver:
         return 0, 12 if attribute == "major" else 0
 
     def cuGetErrorName(self, status: int) -> tuple[int, bytes]:
-        return 0, b"CUDA_ERROR_OUT_OF_MEMORY" if status == OUT_OF_MEMORY else b"CUDA_ERROR_UNKNOWN"
+        names = {OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY", ILLEGAL_ADDRESS: b"CUDA_ERROR_ILLEGAL_ADDRESS"}
+        return 0, names.get(status, b"CUDA_ERROR_UNKNOWN")
 
     def cuMemGetInfo(self) -> tuple[int, int, int]:
         return 0, self.card_bytes - sum(self.on_card.values()), self.card_bytes
@@ -188,6 +193,35 @@ class StandInEngine:
         self.profiles_run: list[int] = []
         self.tables: list[npt.NDArray[np.int64]] = []  # of the last run, by layer
 
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self._tensors())
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self._tensors())[index]
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        kind = self.state_dtype if is_state(name) else np.dtype(_numpy(self._tensors()[name].type))
+        return SimpleNamespace(name=TENSORRT_TYPES[kind.name])
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(d if isinstance(d, int) else -1 for d in self._tensors()[name].shape)
+
+    def get_tensor_location(self, name: str) -> Any:
+        import tensorrt_rtx
+
+        place = tensorrt_rtx.TensorLocation
+        return place.HOST if name == "candidates" else place.DEVICE
+
+    def _tensors(self) -> dict[str, Any]:
+        """The portable graph's, and what only an engine has: its experts are behind addresses."""
+        layers, experts = self.config.num_hidden_layers, self.config.num_experts
+        tables = [
+            SimpleNamespace(name=f"expert_table.{n}", type="tensor(int64)", shape=[4, experts]) for n in range(layers)
+        ]
+        used = SimpleNamespace(name="expert_rows", type="tensor(int32)", shape=[layers, experts])
+        return {t.name: t for t in (*self.session.get_inputs(), *self.session.get_outputs(), *tables, used)}
+
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return 4096 * (1 + profile)
 
@@ -273,8 +307,12 @@ class StandInContext:
         engine.profiles_run.append(self.profile)
 
     def _dtype(self, name: str, kind: str) -> Any:
-        state = name.removeprefix("next.").startswith(("conv", "keys", "values"))
-        return self.engine.state_dtype if state else _numpy(kind)
+        return self.engine.state_dtype if is_state(name) else _numpy(kind)
+
+
+def is_state(name: str) -> bool:
+    """State that is BF16 in an engine, and what a test chooses here."""
+    return name.removeprefix("next.").startswith(("conv", "keys", "values"))
 
 
 def _numpy(kind: str) -> Any:

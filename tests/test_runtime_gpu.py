@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from engine_support import relative_error, rows
-from gpu_stand_in import StandInDriver, StandInTensorRt, view
+from gpu_stand_in import OUT_OF_MEMORY, StandInDriver, StandInEngine, StandInTensorRt, view
 from gpu_support import gpu_bundle
 
 from clover.engines.bundle import Bundle
@@ -18,6 +19,8 @@ from clover.engines.gpu_driver import DetectedGpu
 from clover.engines.open import open_session
 from clover.engines.tensorrt.open import open_gpu_session
 from clover.runtime.errors import BundleError, CloverError, RequestError
+from clover.runtime.gpu import tensors
+from clover.runtime.gpu.device import Device
 from clover.runtime.gpu.session import GpuSession
 from clover.runtime.session import Adjustment, Candidates, SequenceRows, StepSession
 
@@ -31,12 +34,10 @@ SEQUENCES = 3
 class Machine:
     """A bundle opened on a stand-in card."""
 
-    def __init__(
-        self, bundle: Bundle, *, card_bytes: int = 2**30, state_dtype: Any = np.float32, **options: Any
-    ) -> None:
+    def __init__(self, bundle: Bundle, *, card_bytes: int = 2**30, **options: Any) -> None:
         self.bundle = bundle
         self.driver = StandInDriver(card_bytes)
-        self.trt = StandInTensorRt(trt, bundle, self.driver, state_dtype)
+        self.trt = StandInTensorRt(trt, bundle, self.driver, tensors.BFLOAT16)
         stand_ins = {"driver": self.driver, "trt": self.trt, "cards": [CARD]}
         session = open_gpu_session(bundle, stand_ins=stand_ins, **options)
         assert isinstance(session, GpuSession)
@@ -46,7 +47,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Sequences enough for a batch, and float32 caches, so that both sessions compute the same."""
-    monkeypatch.setattr("clover.runtime.gpu.session.BFLOAT16", np.dtype(np.float32))
+    monkeypatch.setattr("clover.runtime.gpu.tensors.BFLOAT16", np.dtype(np.float32))
     opened = Machine(bundle(), sequences=SEQUENCES)
     yield opened
     opened.session.close()
@@ -167,7 +168,7 @@ def test_experts_lie_where_the_table_says_before_and_after_they_move(
     built = gpu_bundle("5070ti", precision, **({} if precision == "int4" else {"sequences": 3, "with_logits": True}))
     (entry,) = built.manifest.engines
     limited = built.manifest.model_copy(update={"engines": (entry.model_copy(update={"resident_experts": 16}),)})
-    machine = Machine(Bundle(built.directory, limited), state_dtype=ml_dtypes.bfloat16)
+    machine = Machine(Bundle(built.directory, limited))
     session, store = machine.session, machine.session._experts
     assert store.host_experts == 64 - 16
     card = (store._card.address, store._card.address + store._card.nbytes)
@@ -251,6 +252,69 @@ def test_an_engine_that_does_not_open_is_one_sentence() -> None:
     with pytest.raises(BundleError, match="can't be opened on this card"):
         open_gpu_session(bundle(), stand_ins={"driver": StandInDriver(), "trt": opened, "cards": [CARD]})
     Machine(bundle()).session.close()  # and the plugins are free to be registered again
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda e: {"get_tensor_dtype": lambda n: SimpleNamespace(name="HALF")}, r"is HALF .* binds"),
+        (lambda e: {"get_tensor_shape": lambda n: (7,)}, r"\[7\], and this clover binds"),
+        (lambda e: {"num_io_tensors": 5}, "the engine lacks"),
+        (lambda e: {"get_tensor_location": lambda n: None}, "in other memory than this clover"),
+    ],
+    ids=["type", "shape", "missing", "place"],
+)
+def test_an_engine_with_other_tensors_is_refused_before_a_step_writes_over_memory(
+    monkeypatch: pytest.MonkeyPatch, change: Any, told: str
+) -> None:
+    for name, value in change(StandInEngine).items():
+        wrong = staticmethod(value) if callable(value) else value
+        monkeypatch.setattr(StandInEngine, name, wrong)
+    driver = StandInDriver()
+    opened = StandInTensorRt(trt, bundle(), driver, ml_dtypes.bfloat16)
+    with pytest.raises(BundleError, match=told):
+        open_gpu_session(bundle(), stand_ins={"driver": driver, "trt": opened, "cards": [CARD]})
+    assert not driver.memory
+
+
+def test_after_a_failure_on_the_card_the_first_message_is_the_one_told(machine: Machine) -> None:
+    """Every later call fails too, closing included, which must neither raise nor keep host memory registered."""
+    machine.session.step([rows(tokens(0, 20), 20)])
+    machine.driver.broken = True
+    with pytest.raises(CloverError, match="CUDA_ERROR_ILLEGAL_ADDRESS to cuGraphLaunch"):
+        machine.session.step([rows(tokens(0, 20), 20)])
+    machine.session.close()
+    machine.driver.broken = False
+    machine.driver.memory.clear()
+    Machine(bundle()).session.close()  # the plugins are free to be registered again
+
+
+def test_a_plugin_that_fails_in_a_step_fails_the_step(machine: Machine) -> None:
+    """Even where TensorRT reports success."""
+    machine.session._engine._host.error = CloverError("tensor a lies at an address that is not a multiple of 16")
+    with pytest.raises(CloverError, match="failed to start a step: tensor a lies"):
+        machine.session.step([rows(tokens(0, 20), 20)])
+
+
+def test_host_memory_that_can_not_be_page_locked_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandInDriver, "cuMemHostAlloc", lambda self, nbytes, flags: (OUT_OF_MEMORY, 0))
+    device = Device(driver=StandInDriver())
+    with pytest.raises(CloverError, match=r"no 3\.0 GB of page-locked host memory"):
+        device.pin(3 * 10**9)
+
+
+def test_experts_leave_room_for_what_tentative_commits_keep_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clover.engines.tensorrt.open.RESERVE", 2**20)
+    monkeypatch.setattr("clover.runtime.gpu.tensors.BFLOAT16", np.dtype(np.float32))
+    roomy = Machine(bundle(), sequences=SEQUENCES)
+    state = sum(s.buffer.nbytes for s in roomy.session._state.values())
+    needed = state + roomy.trt.engine.get_device_memory_size_for_profile_v2(1)
+    size = roomy.session._experts._weights.layout.nbytes
+    roomy.session.close()
+    small = Machine(bundle(), sequences=SEQUENCES, card_bytes=needed + 2**20 + 20 * size)
+    assert small.session._experts.policy.capacity < 20
+    small.session.step([SequenceRows(s, tokens(8, 4), 4, np.arange(4), tentative=True) for s in range(SEQUENCES)])
+    small.session.close()
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clover.engines.tensorrt.backend import library_environment, version
-from clover.engines.tensorrt.network import Layer
+from clover.engines.tensorrt.network import Layer, Tensors
 from clover.engines.tensorrt.request import EngineRequest
 from clover.runtime.errors import CloverError
 
@@ -23,10 +23,11 @@ LOG_LINES = 40
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """A finished engine file and the layers of the network it was made from."""
+    """A finished engine file, and layers, inputs and outputs of the network it was made from."""
 
     path: Path
     layers: tuple[Layer, ...]
+    tensors: Tensors
     limited_attention: int  # attention layers that read only the live keys
     version: str
 
@@ -38,6 +39,7 @@ def build_engine(request: EngineRequest, progress: Step = lambda what, done, tot
     """
     installed = version(request.backend)
     layers: list[Layer] = []
+    tensors: Tensors = {}
     attention = 0
     error: str | None = None
     with library_environment(request.backend) as environment:
@@ -59,6 +61,7 @@ def build_engine(request: EngineRequest, progress: Step = lambda what, done, tot
             for line in child.stdout:
                 event = _event(line)
                 layers = event.get("layers", layers)
+                tensors = event.get("tensors", tensors)
                 attention = event.get("attention", attention)
                 error = event.get("error", error)
                 if "log" in event:
@@ -76,7 +79,7 @@ def build_engine(request: EngineRequest, progress: Step = lambda what, done, tot
             Path(f"{request.engine}.partial").unlink(missing_ok=True)
     if code:
         raise CloverError(error or _ending(request, code, log))
-    return BuiltEngine(Path(request.engine), tuple(layers), attention, installed)
+    return BuiltEngine(Path(request.engine), tuple(layers), tensors, attention, installed)
 
 
 _PHASES = {

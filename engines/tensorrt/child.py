@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from clover.engines.tensorrt.backend import load
 from clover.engines.tensorrt.kernels import OPERATORS, make_host, read_kernels
-from clover.engines.tensorrt.network import PLUGIN_LAYERS, layer_list, limit_attention, plugin_counts
+from clover.engines.tensorrt.network import PLUGIN_LAYERS, layer_list, limit_attention, plugin_counts, tensor_list
 from clover.engines.tensorrt.request import EngineRequest
 from clover.exporter.graph.tensorrt.rows import KV_LENGTH
 from clover.plugins.tensorrt_plugin import register
@@ -61,11 +61,14 @@ def build(request: EngineRequest, report: Reporter) -> None:
                 f"{found} of {wanted} {name} nodes became {PLUGIN_LAYERS} layers; this {request.backend} version is not "
                 "supported"
             )
-    report.send(phase="network", layers=layers, attention=limited)
+    report.send(phase="network", layers=layers, attention=limited, tensors=tensor_list(network))
 
     config = builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)  # what is float32 is meant so: the router decides by it
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        # otherwise TensorRT-RTX may allocate while a step runs, which no CUDA graph can hold
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if request.backend == "tensorrt-rtx":  # the other builds for the card it finds
         if not hasattr(trt.ComputeCapability, f"SM{request.sm}"):
             raise CloverError(f"{request.backend} {trt.__version__} does not build for SM {request.sm}")

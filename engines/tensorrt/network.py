@@ -8,6 +8,7 @@ from clover.runtime.errors import CloverError
 
 PLUGIN_LAYERS = "PLUGIN_V3"
 Layer = dict[str, str]
+Tensors = dict[str, tuple[str, list[int]]]  # name -> TensorRT's name of the type, and dimensions, -1 for a dynamic one
 
 
 def layer_list(network: Any) -> list[Layer]:
@@ -20,6 +21,13 @@ def layer_list(network: Any) -> list[Layer]:
             entry["plugin"] = layer.name.rsplit(".", 2)[-2]
         layers.append(entry)
     return layers
+
+
+def tensor_list(network: Any) -> Tensors:
+    """Every input and output of a network."""
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    return {t.name: (t.dtype.name, list(t.shape)) for t in (*inputs, *outputs)}
 
 
 def plugin_counts(layers: list[Layer], name: str) -> int:

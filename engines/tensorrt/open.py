@@ -124,8 +124,8 @@ def open_gpu_session(
         index = read_weight_index(bundle.directory, [n for n in manifest.files if n.endswith(".safetensors")])
         weights = ExpertWeights(bundle.directory, index, config.num_hidden_layers, config.num_experts)
 
-        def experts() -> ExpertStore:
-            room = (device.free_memory - RESERVE) // weights.layout.nbytes
+        def experts(later: int) -> ExpertStore:
+            room = (device.free_memory - RESERVE - later) // weights.layout.nbytes
             every = weights.layers * weights.experts
             limits = (every, room, resident_experts, built.resident_experts)
             return ExpertStore(device, weights, max(0, min(n for n in limits if n is not None)))

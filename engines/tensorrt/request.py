@@ -14,6 +14,7 @@ from clover.exporter.config import ModelConfig
 Dims = tuple[int, ...]
 CANDIDATES = 1024  # most candidates a row can give; sampling asks for as many
 DEFAULT_PREFILL_CHUNK = 512
+BUILDER = 2  # raised when the builder makes other engines of the same request
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,6 @@ def fingerprint(request: EngineRequest, version: str, weights: dict[str, str]) -
         for name in names:
             digest.update((Path(request.kernels) / f"{name}.cubin").read_bytes())
     shapes = [asdict(p) for p in request.profiles]
-    facts = [request.backend, version, request.sm, request.plugins, shapes, sorted(weights.items())]
+    facts = [BUILDER, request.backend, version, request.sm, request.plugins, shapes, sorted(weights.items())]
     digest.update(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()

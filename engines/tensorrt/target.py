@@ -144,6 +144,7 @@ def build_gpu_parts(
                 "fingerprint": mark,
                 "sha256": hash_file(engine),
                 "limited_attention": built.limited_attention,
+                "tensors": built.tensors,
                 "layers": list(built.layers),
             }
             partial = layers.with_name(f"{layers.name}.partial")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from clover.runtime.errors import CloverError
+
+log = logging.getLogger("clover")
 
 ALIGNMENT = 256  # bytes; cuMemAlloc and cuMemHostAlloc align to at least that
 
@@ -67,6 +70,11 @@ class Device:
         if int(status) != 0:
             _, text = self._driver.cuGetErrorName(status)
             reason = text.decode() if isinstance(text, bytes) else str(status)
+            if "OUT_OF_MEMORY" in reason and name == "cuMemHostAlloc":
+                raise CloverError(
+                    f"the driver gives no {arguments[0] / 1e9:.1f} GB of page-locked host memory, which the experts that are "
+                    "not on the card need; close other programs, add RAM, or keep more experts on the card."
+                )
             if "OUT_OF_MEMORY" in reason:
                 raise CloverError(
                     "the card's memory is full; close other programs on it, or build with a smaller --max-context, "
@@ -148,33 +156,44 @@ class Device:
             self._driver.cuStreamEndCapture(self._stream)
             raise
         graph = self.call("cuStreamEndCapture", self._stream)
-        graphs.append(self.call("cuGraphInstantiate", graph, 0))
-        self.call("cuGraphDestroy", graph)
+        try:
+            graphs.append(self.call("cuGraphInstantiate", graph, 0))
+        finally:
+            self.call("cuGraphDestroy", graph)
 
     def launch(self, graph: Any) -> None:
         """Runs a captured graph."""
         self.call("cuGraphLaunch", graph, self._stream)
 
     def destroy(self, graph: Any) -> None:
-        """Frees a captured graph."""
-        self.call("cuGraphExecDestroy", graph)
+        """Frees a captured graph. Raises nothing."""
+        self._try("cuGraphExecDestroy", graph)
 
     def free(self, buffer: DeviceBuffer | PinnedBuffer) -> None:
         """Frees one buffer now."""
         self.call(self._memory.pop(buffer.address), buffer.address)
 
     def close(self) -> None:
-        """Frees everything allocated here, the stream and the context. Harmless when closed already."""
+        """Frees everything allocated here, the stream and the context. Harmless when closed already.
+
+        Raises nothing: after a failure on the card every call fails, and the first failure is the one to tell.
+        """
         if self._context is None:
             return
-        self.activate()
-        self.synchronize()
+        self._try("cuCtxSetCurrent", self._context)
+        self._try("cuStreamSynchronize", self._stream)
         for address, release in self._memory.items():
-            self.call(release, address)
+            self._try(release, address)
         self._memory.clear()
-        self.call("cuStreamDestroy", self._stream)
-        self.call("cuDevicePrimaryCtxRelease", self._device)
+        self._try("cuStreamDestroy", self._stream)
+        self._try("cuDevicePrimaryCtxRelease", self._device)
         self._context = None
+
+    def _try(self, name: str, *arguments: Any) -> None:
+        try:
+            self.call(name, *arguments)
+        except CloverError as error:
+            log.debug("freeing what is on the card: %s", error)
 
 
 def _import_driver() -> Any:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from clover.plugins.tensorrt_plugin import PluginHost, PluginOp, register, unregister
 from clover.runtime.errors import BundleError, CloverError
+from clover.runtime.gpu.buffers import Field
 from clover.runtime.gpu.device import Device
+from clover.runtime.gpu.tensors import ON_HOST, check_tensors
 
 log = logging.getLogger("clover")
 
@@ -37,7 +40,11 @@ class StepEngine:
         """Raises BundleError when TensorRT can't open the engine on this card."""
         self._trt, self._host, self._device = trt, host, device
         self._cache_file = cache
+        self._runtime: Any = None
+        self._engine: Any = None
         self._cache: Any = None
+        self._run_settings: Any = None
+        self._contexts: list[Any] = []
         self._logger = _logger(trt)
         self._creators = register(trt, ops, host)
         try:
@@ -49,13 +56,19 @@ class StepEngine:
                 raise self._failure(f"{path} can't be opened on this card", BundleError)
             self._contexts = self._make_contexts()
         except BaseException:
-            unregister(trt, self._creators)
+            self._cache_file = None
+            self.close()
             raise
 
-    @property
-    def tensor_names(self) -> list[str]:
-        """Every input and output."""
-        return [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+    def check_tensors(self, bound: Mapping[str, Field]) -> None:
+        """Raises BundleError unless the engine's inputs and outputs are those that will be bound to it, each where
+        `set_shape` puts it."""
+        engine, place = self._engine, self._trt.TensorLocation
+        names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+        check_tensors(bound, {n: (engine.get_tensor_dtype(n).name, tuple(engine.get_tensor_shape(n))) for n in names})
+        for name in names:
+            if engine.get_tensor_location(name) != (place.HOST if name == ON_HOST else place.DEVICE):
+                raise BundleError(f"the engine wants {name} in other memory than this clover; build the bundle again.")
 
     def set_shape(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
         """Prepares the steps that follow. shapes: every input's; addresses: every input's and output's, on the card, but
@@ -70,7 +83,8 @@ class StepEngine:
 
     def enqueue(self, profile: int) -> None:
         """Queues one step of the shape set last. Raises CloverError when TensorRT refuses."""
-        if not self._contexts[profile].execute_async_v3(self._device.stream):
+        done = self._contexts[profile].execute_async_v3(self._device.stream)
+        if not done or self._host.error is not None:
             raise self._failure("the engine failed to start a step")
 
     def can_be_captured(self, profile: int) -> bool:
@@ -87,14 +101,20 @@ class StepEngine:
                 raise BundleError(f"the engine updates {name} in the memory of {shared}; build the bundle again.")
 
     def close(self) -> None:
-        """Frees the engine. The device must be idle."""
-        if self._creators:
-            self._save_cache()
-            self._contexts, self._cache = [], None
-            self._engine = self._runtime = None
+        """Frees the engine. The device must be idle. Raises nothing."""
+        if not self._creators:
+            return
+        self._save_cache()
+        self._contexts = []  # before the engine, and the engine before its runtime and plugins
+        self._run_settings = self._cache = None
+        self._engine = None
+        self._runtime = None
+        try:
             self._host.library.close()
-            unregister(self._trt, self._creators)
-            self._creators = []
+        except CloverError as error:  # after a failure on the card every call fails
+            log.debug("closing the engine: %s", error)
+        unregister(self._trt, self._creators)
+        self._creators = []
 
     def _make_contexts(self) -> list[Any]:
         """Contexts of one engine never run at the same time here, so that they share the largest one's memory."""
@@ -120,6 +140,7 @@ class StepEngine:
         settings.set_execution_context_allocation_strategy(strategy)
         eager = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
         settings.dynamic_shapes_kernel_specialization_strategy = eager
+        self._run_settings = settings
         self._cache = settings.create_runtime_cache()
         if self._cache_file is not None and self._cache_file.is_file():
             self._cache.deserialize(self._cache_file.read_bytes())  # refused by itself when of another machine
@@ -130,10 +151,13 @@ class StepEngine:
         """Keeps the compiled kernels; a place that can't be written is done without."""
         if self._cache is None or self._cache_file is None:
             return
-        partial = self._cache_file.with_name(f"{self._cache_file.name}.partial")
+        content = self._cache.serialize()
+        if content is None:
+            return
+        partial = self._cache_file.with_name(f"{self._cache_file.name}.{os.getpid()}.partial")
         try:
             self._cache_file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(memoryview(self._cache.serialize()))
+            partial.write_bytes(memoryview(content))
             partial.replace(self._cache_file)
         except OSError as error:
             log.info("compiled kernels are not kept in %s (%s)", self._cache_file, error.strerror)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -20,12 +19,12 @@ from clover.runtime.gpu.device import Device, DeviceBuffer, PinnedBuffer
 from clover.runtime.gpu.engine import DECODE, PREFILL, StepEngine
 from clover.runtime.gpu.experts import ExpertStore
 from clover.runtime.gpu.shapes import ShapeLimits, StepShape
+from clover.runtime.gpu.tensors import ON_HOST, bound_tensors, state_tensors, step_inputs, step_outputs
 from clover.runtime.session import Candidates, SequenceRows, Slots, StateSnapshot
 
 log = logging.getLogger("clover")
 
 GRAPHS_KEPT = 32
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass
@@ -53,7 +52,7 @@ class GpuSession(Slots):
         self,
         device: Device,
         engine: StepEngine,
-        experts: Callable[[], ExpertStore],
+        experts: Callable[[int], ExpertStore],
         config: ModelConfig,
         built: Engine,
         limits: ShapeLimits,
@@ -63,17 +62,22 @@ class GpuSession(Slots):
         with_logits: bool,
         decode_rows: int,
     ) -> None:
-        """experts: makes the expert store, once the state has its memory. built: the engine's manifest entry.
-        decode_rows: most rows of the engine's decode profile."""
+        """experts: makes the expert store once the state has its memory, leaving free the bytes it is told. built: the
+        engine's manifest entry. decode_rows: most rows of the engine's decode profile.
+
+        Raises BundleError when the engine's tensors are others than the session's."""
         self._device, self._engine = device, engine
         self._config, self._built, self._limits = config, built, limits
         super().__init__(sequences, max_context, limits.rows)
         self._with_logits, self._decode_rows = with_logits, decode_rows
-        self._state = {name: _State(device, dtype, shape) for name, (dtype, shape) in self._state_shapes().items()}
-        engine.check_in_place(self._state)
+        fields = state_tensors(config, sequences, built.capacity)
+        engine.check_tensors(bound_tensors(config, limits.largest(sequences), built.capacity, with_logits))
+        engine.check_in_place(fields)
+        self._state = {name: _State(device, field) for name, field in fields.items()}
         self._before: dict[int, int] = {}  # slot -> the position a tentative commit returns to
         self._aside: dict[str, _State] = {}  # and the state there, once a commit was tentative
-        self._experts = experts()
+        # tentative commits take as much again as the state without its caches, later
+        self._experts = experts(sum(s.buffer.nbytes for n, s in self._state.items() if not _is_cache(n)))
         self._prepared: OrderedDict[StepShape, _Prepared] = OrderedDict()
         self._committed = 0  # rows, since experts last moved
         for slot in range(sequences):
@@ -115,7 +119,7 @@ class GpuSession(Slots):
     def reset(self, slot: int) -> None:
         self._device.activate()
         for name, state in self._state.items():
-            if not name.startswith(("keys", "values")):
+            if not _is_cache(name):
                 self._device.clear(state.slot(slot), state.slot_bytes)
         self._positions[slot] = 0
         self._before.pop(slot, None)
@@ -150,23 +154,12 @@ class GpuSession(Slots):
 
     # -- state -----------------------------------------------------------------------------------
 
-    def _state_shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        c, s = self._config, self._sequences
-        shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-        for layer in c.gdn_layers:
-            heads = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-            shapes[f"recurrent.{layer}"] = np.dtype(np.float32), (s, *heads)
-            shapes[f"conv.{layer}"] = BFLOAT16, (s, c.conv_history, c.conv_channels)
-        for layer in c.attention_layers:
-            cache = s, c.num_key_value_heads, self._built.capacity, c.head_dim
-            shapes[f"keys.{layer}"] = shapes[f"values.{layer}"] = BFLOAT16, cache
-        return shapes
-
     def _set_aside(self) -> dict[str, _State]:
         """Memory for what tentative commits return to: all state but the KV caches, whose rows only grow."""
         if not self._aside:
-            kept = {n: s for n, s in self._state.items() if not n.startswith(("keys", "values"))}
-            self._aside = {name: _State(self._device, s.dtype, s.shape) for name, s in kept.items()}
+            self._aside = {
+                name: _State(self._device, s.field) for name, s in self._state.items() if not _is_cache(name)
+            }
         return self._aside
 
     def _take_back_or_keep(self, r: SequenceRows) -> None:
@@ -186,7 +179,7 @@ class GpuSession(Slots):
     def _download(self, states: Mapping[str, _State], slot: int, position: int) -> dict[str, npt.NDArray[Any]]:
         tensors: dict[str, npt.NDArray[Any]] = {}
         for name, state in states.items():
-            target = np.empty(state.committed_shape(name, position), state.dtype)
+            target = np.empty(state.committed_shape(name, position), state.field.dtype)
             for at, address, nbytes in state.pieces(name, slot, position):
                 self._device.download(target.ctypes.data + at, address, nbytes)
             tensors[name] = target
@@ -197,7 +190,7 @@ class GpuSession(Slots):
         self, states: Mapping[str, _State], slot: int, position: int, tensors: Mapping[str, npt.NDArray[Any]]
     ) -> None:
         for name, state in states.items():
-            source = np.ascontiguousarray(tensors[name], state.dtype)
+            source = np.ascontiguousarray(tensors[name], state.field.dtype)
             if source.shape != state.committed_shape(name, position):
                 raise ValueError(f"the snapshot's {name} has shape {source.shape}; it is of another model")
             for at, address, nbytes in state.pieces(name, slot, position):
@@ -267,46 +260,30 @@ class GpuSession(Slots):
         return self._prepared[shape]
 
     def _prepare(self, shape: StepShape) -> _Prepared:
-        s, t, r, k, p = shape.sequences, shape.rows, shape.logit_rows, shape.candidates, shape.adjusted
-        c, i64, f32 = self._config, np.dtype(np.int64), np.dtype(np.float32)
-        inputs = Block(
-            self._device,
-            {
-                "token_ids": Field(i64, (s, t)), "commit_length": Field(i64, (s,)), "row_length": Field(i64, (s,)),
-                "position": Field(i64, (s,)), "coreset_top_p": Field(f32, (s,)), "logit_rows": Field(i64, (s, r)),
-                "adjust_ids": Field(i64, (s, p)), "adjust_scale": Field(f32, (s, p)), "adjust_bias": Field(f32, (s, p)),
-            },
-        )  # fmt: skip
-        results = {
-            "candidate_ids": Field(i64, (s, r, k)),
-            "candidate_logprobs": Field(f32, (s, r, k)),
-            "candidate_scores": Field(f32, (s, r, k)),
-            "expert_rows": Field(np.dtype(np.int32), (c.num_hidden_layers, c.num_experts)),
-        }
-        if self._with_logits:
-            results["logits"] = Field(f32, (s, r, c.vocab_size))
-        outputs = Block(self._device, results)
+        config = self._config
+        inputs = Block(self._device, step_inputs(shape))
+        outputs = Block(self._device, step_outputs(config, shape, self._with_logits))
         candidates = self._device.pin(8)
         shapes: dict[str, tuple[int, ...]] = {name: field.shape for name, field in inputs.fields.items()}
-        addresses = {**inputs.addresses, **outputs.addresses, "candidates": candidates.address}
-        shapes["candidates"] = (1,)
+        addresses = {**inputs.addresses, **outputs.addresses, ON_HOST: candidates.address}
+        shapes[ON_HOST] = (1,)
         for name, state in self._state.items():
-            shapes[name] = (s, *state.shape[1:])
+            shapes[name] = (shape.sequences, *state.field.shape[1:])
             addresses[name] = addresses[f"next.{name}"] = state.buffer.address  # the same memory: updated in place
-        for layer in range(c.num_hidden_layers):
-            shapes[f"expert_table.{layer}"] = (4, c.num_experts)
+        for layer in range(config.num_hidden_layers):
+            shapes[f"expert_table.{layer}"] = (4, config.num_experts)
             addresses[f"expert_table.{layer}"] = self._experts.table(layer)
-        profile = DECODE if t <= self._decode_rows else PREFILL
+        profile = DECODE if shape.rows <= self._decode_rows else PREFILL
         return _Prepared(inputs, outputs, candidates, profile, shapes, addresses)
 
 
 class _State:
     """One state tensor of all slots [S, ...] on the card."""
 
-    def __init__(self, device: Device, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
-        self.slot_bytes = int(np.prod(shape[1:])) * dtype.itemsize
-        self.buffer: DeviceBuffer = device.allocate(shape[0] * self.slot_bytes)
+    def __init__(self, device: Device, field: Field) -> None:
+        self.field = field
+        self.slot_bytes = field.nbytes // field.shape[0]
+        self.buffer: DeviceBuffer = device.allocate(field.nbytes)
         # keys past the committed ones are masked, but not-a-number times zero would still be one
         device.clear(self.buffer.address, self.buffer.nbytes)
 
@@ -316,16 +293,21 @@ class _State:
 
     def committed_shape(self, name: str, position: int) -> tuple[int, ...]:
         """Shape of a slot's committed part: of a KV cache [heads, capacity, dim] only the committed tokens."""
-        if name.startswith(("keys", "values")):
-            _, heads, _, dim = self.shape
+        if _is_cache(name):
+            _, heads, _, dim = self.field.shape
             return heads, position, dim
-        return self.shape[1:]
+        return self.field.shape[1:]
 
     def pieces(self, name: str, slot: int, position: int) -> list[tuple[int, int, int]]:
         """The contiguous pieces of a slot's committed part: (offset in a copy of it, address, bytes)."""
         base = self.slot(slot)
-        if not name.startswith(("keys", "values")):
+        if not _is_cache(name):
             return [(0, base, self.slot_bytes)]
-        _, heads, capacity, dim = self.shape
-        row = dim * self.dtype.itemsize
+        _, heads, capacity, dim = self.field.shape
+        row = dim * self.field.dtype.itemsize
         return [(h * position * row, base + h * capacity * row, position * row) for h in range(heads)]
+
+
+def _is_cache(name: str) -> bool:
+    """A KV cache, whose rows only grow; other state is replaced by every commit."""
+    return name.startswith(("keys", "values"))

@@ -30,6 +30,10 @@ class ShapeLimits:
     adjusted: int
     row_steps: tuple[int, ...]  # ascending: 1, the block sizes, twice the largest, up to `rows`
 
+    def largest(self, sequences: int) -> StepShape:
+        """The largest shape of a session with so many sequences."""
+        return StepShape(sequences, self.rows, self.logit_rows, self.candidates, self.adjusted)
+
     def shape_of(self, plans: Sequence[SequenceRows], candidates: int) -> StepShape:
         """The shape that holds a step. Raises RequestError naming what the engine was not built for."""
         rows = max(len(p.tokens) for p in plans)
