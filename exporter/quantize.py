@@ -5,7 +5,7 @@ MatMulNBits and QMoE: unsigned values with an implied zero point of 8 (or 128), 
 
 Scales are exactly representable in bfloat16, so that engines keeping them in bfloat16 hold the same model as those
 keeping them in float32. They are positive unless `signed_scales` is asked for: TensorRT's DequantizeLinear refuses
-negative ones, ONNX Runtime's kernels and ours take them.
+negative ones, ONNX Runtime's kernels and ours take them, so routed experts have them and other matrices don't.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -42,12 +42,13 @@ class _Format:
     per_byte: int
     # Besides from abs-max / high, the search starts from scale = abs-max / level for each level; the largest weights are
     # then clipped. By group size: the longer a group, the further its largest weight stands out. Of all triples these
-    # had the least squared error on normal and Student's t weights (benchmarks/quantizers.py).
+    # have the least squared error on normal weights, or within 0.01 dB of it (`benchmarks/quantizers.py --curve`).
     levels: Mapping[int, Sequence[float]]
     integer: type[np.int8] | type[np.int16]  # holds every value before it is clipped
 
 
 INT4 = _Format(-8, 7, 8, 2, {32: (7.4, 7.9, 8.49), 64: (7.6, 8.2, 8.8), 128: (7.9, 8.49, 9.2)}, np.int8)
+INT4_SIGNED = replace(INT4, levels={32: (7.8, 8.2, 8.6), 64: (8.0, 8.4, 9.0), 128: (8.2, 8.8, 9.5)})
 INT8 = _Format(-127, 127, 128, 1, dict.fromkeys(GROUP_SIZES, (130.0,)), np.int16)
 
 
@@ -63,7 +64,7 @@ def quantize_int4(
 
     Raises CloverError naming `name` when K is no multiple of `group_size`, or a weight is not finite.
     """
-    return _quantize(weight, group_size, name, INT4, search, signed_scales)
+    return _quantize(weight, group_size, name, INT4_SIGNED if signed_scales else INT4, search, signed_scales)
 
 
 def quantize_int8(
@@ -161,12 +162,12 @@ def _quantize_groups(
     """
     n = len(source)
     v, q, integers = scratch.v[:n], scratch.q[:n], scratch.integers[:n]
-    largest = _widen(source, v, q, scratch)
+    highest, largest = _widen(source, v, q, scratch)
     # From here on everything is in units of a group's largest weight: one level is then the same number for all groups.
     unit = np.maximum(largest, np.float32(SMALLEST_SCALE))  # [groups]
     turn = 1 / unit
     if signed:
-        turn[(_row_max(v, scratch) == largest) & (largest > 0)] *= -1
+        turn[(highest == largest) & (largest > 0)] *= -1
     v *= turn[:, None]
     scale = _bfloat16_scale(largest * np.float32(1 / form.high))
     if search:
@@ -188,22 +189,30 @@ def _quantize_groups(
     return np.copysign(scale, turn) if signed else scale
 
 
-def _widen(source: Values, w: Floats, scratch_floats: Floats, scratch: _Scratch) -> Floats:
-    """Writes `source` to w as float32 and returns each group's largest magnitude [groups]. OverflowError as above."""
-    if source.dtype == ml_dtypes.bfloat16:  # the upper half of a float32, whose magnitudes are in the order of its bits
+def _widen(source: Values, w: Floats, magnitudes: Floats, scratch: _Scratch) -> tuple[Floats, Floats]:
+    """Writes `source` to w as float32; each group's largest value, where it has one above 0, and largest magnitude.
+
+    `magnitudes` is scratch. Raises OverflowError as above.
+    """
+    if source.dtype == ml_dtypes.bfloat16:  # the upper half of a float32
         bits = source.view(np.uint16)
         wide = w.view(np.uint32)
         wide[...] = bits
         wide <<= np.uint32(16)
-        magnitudes = scratch_floats.reshape(-1).view(np.uint16)[: bits.size].reshape(bits.shape)
-        most = _row_max(np.bitwise_and(bits, np.uint16(0x7FFF), out=magnitudes), scratch)
-        largest = (most.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        # As int16, positive numbers are in their own order; as uint16, the negative ones are, by magnitude, above those.
+        highest = _from_bits(np.maximum(_row_max(bits.view(np.int16), scratch), 0).view(np.uint16))
+        largest = np.maximum(highest, np.abs(_from_bits(_row_max(bits, scratch))))
     else:
         w[...] = source
-        largest = _row_max(np.abs(w, out=scratch_floats), scratch)
+        highest = _row_max(w, scratch)
+        largest = _row_max(np.abs(w, out=magnitudes), scratch)
     if not np.all(largest <= LARGEST_WEIGHT):  # NaN compares false
         raise OverflowError
-    return largest
+    return highest, largest
+
+
+def _from_bits(bfloat16: npt.NDArray[np.uint16]) -> Floats:
+    return (bfloat16.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _best_scale(

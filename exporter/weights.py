@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 Progress = Callable[[str, int], None]
 WORKERS = (os.cpu_count() or 1) + 2  # two more than cores, so that some read and write while the others quantise
 WEIGHTS_AT_ONCE = 2**21  # of a piece of a dense matrix
-STORE_FORMAT = "1"  # layouts of store_plan.py; an unfinished store of another format starts over
+STORE_FORMAT = "2"  # layouts of store_plan.py, choices of quantize.py; an unfinished store of another format starts over
 
 
 def plan_for(
@@ -150,7 +150,8 @@ def _write_piece(item: StoreItem, writer: StoreWriter, piece: _Piece) -> int:
         writer.write_part(f"{item.name}.scales", start // item.group_size, move(scales))
     else:
         if not isinstance(rows, PackedRows):
-            rows = PackedRows(*quantize_int4(rows, item.group_size, name=item.name))
+            signed = item.tensor_class == "experts"  # whose kernels take negative scales on every target
+            rows = PackedRows(*quantize_int4(rows, item.group_size, name=item.name, signed_scales=signed))
         rows = rows.map(move).regroup(item.group_size)  # INT4 is less to move than what it is made from
         writer.write_part(f"{item.name}.qweight", start // 2, rows.values)
         writer.write_part(f"{item.name}.scales", start // item.group_size, rows.scales)

@@ -51,7 +51,8 @@ def dequantised(checkpoint: Path, group: int) -> Path:
         tensors = load_file(shard)
         for name, tensor in tensors.items():
             if QUANTISABLE.search(name):
-                tensors[name] = dequantize_int4(*quantize_int4(tensor.astype(np.float32), group))
+                rounded = quantize_int4(tensor.astype(np.float32), group, signed_scales=".experts." in name)
+                tensors[name] = dequantize_int4(*rounded)
         save_file(tensors, shard)
     return target
 
