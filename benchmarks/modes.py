@@ -4,8 +4,8 @@ ratios to the autoregressive mode, and whether self-speculative replies equal th
     python benchmarks/modes.py --exact 100 --transformers --predict rtx-5070-ti --predict h200
 
 --transformers also times transformers' generate on the same checkpoint (float32; it has no preview pass). --predict: what
-the planner's roofline says of the full-size model on a card with the tokens a step and the share of experts measured
-here; what that model would really fill, nano can't tell. --json for machines.
+the planner's roofline says of the full-size model on a card if it ran the steps that nano ran here, a block touching the
+same share of its experts; what that model would really fill, nano can't tell. --json for machines.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from clover import Clover
-from clover.engines.bench.measure import measure, run_once, summarise
+from clover.engines.bench.measure import Plans, Run, measure, run_once, summarise
+from clover.engines.bench.roofline import CountedPlan, count_experts
 from clover.engines.build import BuildRequest, build_target
-from clover.engines.gpus import resolve_gpu
+from clover.engines.gpus import find_gpu
 from clover.engines.planner.full_size import FULL_SIZE
-from clover.engines.planner.plan import plan
-from clover.engines.planner.roofline import block_seconds
-from clover.engines.planner.routing import RoutingAssumptions
-from clover.engines.trace.routing import open_routing_session
-from clover.exporter.precision import parse_precision, plan_precision
+from clover.engines.planner.measured import MeasuredStep, floor_seconds, machine_on
+from clover.engines.planner.roofline import Machine, commit_distinct
+from clover.engines.planner.routing import union_distinct
+from clover.exporter.precision import plan_precision
 from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions
 
@@ -61,35 +60,58 @@ def answers(engine: Clover, prompt: Sequence[int], settings: dict[str, DecodeOpt
     return found
 
 
-def share_of_experts(engine: Clover, prompts: Sequence[Sequence[int]], options: DecodeOptions, threads: int) -> float:
-    """Share of a layer's experts that a block's rows touch in a step, mean over steps and layers."""
-    routed = open_routing_session(engine.bundle, max_context=2048, threads=threads)
-    try:
-        for prompt in prompts:
-            decoder = engine.decoder(prompt, options)
-            routed.reset(0)
-            for _ in decode(routed, decoder, 0, StepTimes()):
-                pass
-        touched = np.array(routed.touched)  # [steps, layers, 2]
-    finally:
-        routed.close()
-    return float(touched[:, :, 0].mean()) / engine.bundle.manifest.config.num_experts
+CONTEXT = 8192  # tokens before the reply, for predictions
 
 
-def predictions(card: str, share: float, tokens_per_step: dict[str, float]) -> dict[str, float]:
-    """Most tokens/s of the full-size model in INT4 on a card, by setting, from the planner's roofline."""
-    base, overrides = parse_precision("int4")
-    distinct = max(share * FULL_SIZE.num_experts, float(FULL_SIZE.num_experts_per_tok))
-    routing = RoutingAssumptions(1.0, 0.0, distinct, None)
-    planned = plan(FULL_SIZE, resolve_gpu(card), plan_precision(FULL_SIZE, base, overrides), routing=routing)
-    (cost,) = planned.require_fit().performance
+@dataclass(frozen=True)
+class Predicted:
+    """One setting. share: of a layer's experts that a step's developing rows touch. cards: tokens/s at most."""
+
+    tokens_per_step: float
+    share: float
+    cards: dict[str, float]
+
+
+def at_full_size(machine: Machine, counted: CountedPlan, share: float, prompt: int, block: int) -> list[MeasuredStep]:
+    """The steps that developed a reply, as the full-size model would run them in a long conversation.
+
+    What commits the prompt alone is left out; where a step commits it beside its own rows, a block stands in its place (one
+    token, where no block is previewed). Previews touch the share of experts that was measured, committed rows what the
+    planner says.
+    """
+    experts, steps = FULL_SIZE.num_experts, []
+    for step in counted.steps:
+        if not step.logit_rows:
+            continue
+        commit = step.commit if step.context >= prompt else (block if step.preview else 1)
+        sets = [commit_distinct(machine, commit)] if commit else []
+        if step.preview:
+            sets.append(max(share * experts, float(FULL_SIZE.num_experts_per_tok)))
+        distinct = sets[0] if len(sets) == 1 else union_distinct(experts, *sets)
+        steps.append(MeasuredStep(commit, step.preview, step.logit_rows, CONTEXT, distinct))
+    return steps
+
+
+def predict(
+    runs: dict[str, list[Run]], counted: Sequence[CountedPlan], experts: int, cards: Sequence[str], block: int
+) -> dict[str, Predicted]:
+    """What the planner's roofline allows the full-size model in INT4, by setting."""
+    precision = plan_precision(FULL_SIZE, "int4")
+    machines = {
+        card: machine_on(FULL_SIZE, precision, find_gpu(card, "--predict"), max_context=CONTEXT) for card in cards
+    }
     found = {}
-    for name, count in tokens_per_step.items():
-        if name == "autoregressive":
-            found[name] = cost.autoregressive_tokens_per_second
-        elif name.startswith("fill"):
-            seconds = block_seconds(cost.block_size, count, cost.denoise.seconds, cost.commit_and_preview.seconds)
-            found[name] = cost.block_size / seconds
+    for name, own in runs.items():
+        developing = [d for r in own for d in counted[r.plan].developing]
+        share, tokens = statistics.mean(developing) / experts, sum(r.tokens for r in own)
+        seconds = dict.fromkeys(cards, 0.0)
+        steps: list[MeasuredStep] = []
+        for r in own:
+            for card, machine in machines.items():
+                steps_of_run = at_full_size(machine, counted[r.plan], share, r.prompt_tokens, block)
+                seconds[card] += floor_seconds(machine, steps_of_run)
+            steps += steps_of_run
+        found[name] = Predicted(tokens / len(steps), share, {card: tokens / s for card, s in seconds.items()})
     return found
 
 
@@ -136,15 +158,15 @@ def main() -> None:
     with Clover.load(bundle, threads=args.threads, max_context=2048, cache=False) as engine:
         assert engine.template is not None and engine.tokenizer is not None
         settings = settings_of(engine, args.threshold or (0.5, 0.8, 0.95), args.max_new_tokens)
-        asked: list[list[int]] = []
+        plans, ran = Plans(), {name: list[Run]() for name in settings}
         for task in TASKS:
             pairs = data.held_out(task, max(args.prompts, args.exact))
             rendered = [engine.template.render([{"role": "user", "content": q}]) for q, _ in pairs]
             prompts = [engine.tokenizer.encode_prompt(p) for p in rendered]
-            asked += prompts[: args.prompts]
-            rows = [
-                s.to_json() for s in summarise(measure(engine, prompts[: args.prompts], settings, repeats=args.repeat))
-            ]
+            runs = measure(engine, prompts[: args.prompts], settings, repeats=args.repeat, plans=plans)
+            for name, own in runs.items():
+                ran[name] += own
+            rows = [s.to_json() for s in summarise(runs)]
             result["tasks"][task] = rows
             if args.exact:
                 right, same = dict.fromkeys(settings, 0), 0
@@ -165,15 +187,13 @@ def main() -> None:
                     ratios.append(theirs.rate / (ours.tokens / ours.seconds))
                 result["transformers"][task] = statistics.median(ratios[1:])
         if args.predict:
-            last = [name for name in settings if name.startswith("fill")][-1]
-            share = share_of_experts(engine, asked, settings[last], args.threads)
-            counts = {}
-            for i, name in enumerate(settings):  # all tokens over all steps
-                rows = [r[i] for r in result["tasks"].values()]
-                counts[name] = sum(r["tokens"] for r in rows) / sum(r["tokens"] / r["tokens_per_step"] for r in rows)
-            result["share_of_experts"] = share
-            result["predictions"] = {card: predictions(card, share, counts) for card in args.predict}
-            result["predicted_from"] = counts
+            counted = count_experts(
+                engine.bundle, plans.found, max_context=2048, max_rows=engine.session.max_rows, threads=args.threads
+            )
+            experts = engine.bundle.manifest.config.num_experts
+            block = next(o.block_size for o in settings.values())
+            predicted = predict(ran, counted, experts, args.predict, block)
+            result["predictions"] = {name: asdict(p) for name, p in predicted.items()}
     if args.json:
         print(json.dumps(result, indent=1))
     else:
@@ -201,20 +221,13 @@ def show(result: dict[str, Any]) -> None:
     for task, (same, count) in result["equal"].items():
         print(f"{task}: {same} of {count} self-speculative replies equal the autoregressive ones")
     if result["predictions"]:
-        cards = list(result["predictions"])
-        print(
-            f"\nfull-size model in INT4, {100 * result['share_of_experts']:.0f} % of a layer's experts touched by a block:"
-        )
-        print(
-            "\n| mode | tokens a step | "
-            + " | ".join(f"{c}: tokens/s at most" for c in cards)
-            + " |\n"
-            + "|---" * (2 + len(cards))
-            + "|"
-        )
-        for name in result["predictions"][cards[0]]:
-            cells = " | ".join(f"{result['predictions'][c][name]:.0f}" for c in cards)
-            print(f"| {name} | {result['predicted_from'][name]:.1f} | {cells} |")
+        cards = list(next(iter(result["predictions"].values()))["cards"])
+        heads = " | ".join(f"{c}: tokens/s at most" for c in cards)
+        print(f"\nthe full-size model in INT4, if it ran these steps at {CONTEXT:,} tokens of context:")
+        print(f"\n| mode | tokens a step | experts touched | {heads} |\n" + "|---" * (3 + len(cards)) + "|")
+        for name, p in result["predictions"].items():
+            cells = " | ".join(f"{p['cards'][c]:,.0f}" for c in cards)
+            print(f"| {name} | {p['tokens_per_step']:.1f} | {100 * p['share']:.0f} % | {cells} |")
 
 
 if __name__ == "__main__":
