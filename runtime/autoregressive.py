@@ -56,7 +56,7 @@ class AutoregressiveDecoder(ReplyDecoder):
         """The next token from its causal logits [1, K]."""
         ids, logprobs = choose_tokens(candidates, self._options, self._rng)
         token = int(ids[0])
-        self.counts.ramp_bias = max(self.counts.ramp_bias, self._penalties.ramp_bias)
+        self._count_adjustments()
         if token in self._eos:
             self._done = True
             return []

@@ -16,7 +16,7 @@ from clover.engines.open import Provider, open_session
 from clover.exporter.config import read_json
 from clover.runtime.adaptive import AdaptiveDecoder, StepTimesSeen
 from clover.runtime.autoregressive import AutoregressiveDecoder
-from clover.runtime.decoder import DecodeCounts, Decoder, StepEvent, TokenInfo
+from clover.runtime.decoder import Decoder, StepEvent, TokenInfo
 from clover.runtime.errors import CloverError, RequestError
 from clover.runtime.fill import FillDecoder
 from clover.runtime.forms.fill import (
@@ -32,11 +32,11 @@ from clover.runtime.forms.template import Form, parse_template
 from clover.runtime.forms.vocabulary import Vocabulary
 from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions, make_options
-from clover.runtime.reply import Reply, ReplyFinished, ReplyStatistics, StreamItem
+from clover.runtime.reply import Reply, ReplyFinished, StreamItem, make_reply, make_statistics
 from clover.runtime.session import StepSession
 from clover.runtime.speculative import SpeculativeDecoder
 from clover.runtime.text.chat_template import ChatTemplate
-from clover.runtime.text.reply import ReplyEvent, ReplyParser, collect_reply
+from clover.runtime.text.reply import ReplyEvent, ReplyParser
 from clover.runtime.text.tokenizer import Tokenizer, check_prompt
 
 TOKENIZER_DIRECTORY = "tokenizer"
@@ -243,20 +243,20 @@ class Clover:
                 f"{field} has {len(prompt)} tokens and the context holds {self.session.max_context}, reply included; shorten it.",
             )
         limit = min(options.max_new_tokens or room, room)
-        common = {
+        common: dict[str, Any] = {
             "eos_ids": manifest.eos_token_ids,
             "vocab_size": config.vocab_size,
             "limit": limit,
             "thinking_ids": self._thinking_ids(),
         }
         if options.mode == "autoregressive":
-            return AutoregressiveDecoder(prompt, options, **common)  # type: ignore[arg-type]
+            return AutoregressiveDecoder(prompt, options, **common)
         if options.mode == "self-speculative":
-            return SpeculativeDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
+            return SpeculativeDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)
         if options.mode == "adaptive":
             times = self._step_times.setdefault((options.block_size, options.threshold), StepTimesSeen())
-            return AdaptiveDecoder(prompt, options, mask_id=manifest.mask_token_id, times=times, **common)  # type: ignore[arg-type]
-        return FillDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)  # type: ignore[arg-type]
+            return AdaptiveDecoder(prompt, options, mask_id=manifest.mask_token_id, times=times, **common)
+        return FillDecoder(prompt, options, mask_id=manifest.mask_token_id, **common)
 
     def _thinking_ids(self) -> tuple[int, int] | None:
         """Ids of `<think>` and `</think>`, where the tokenizer has them as tokens."""
@@ -340,8 +340,11 @@ class Clover:
         texts += ending
         for item in ending[:-1]:
             yield item  # type: ignore[misc]
-        statistics = _statistics(decoder.counts, options, times, len(tokens), first, time.perf_counter() - began)
-        yield ReplyFinished(_reply(texts, decoder.truncated, tokens, statistics))
+        total = time.perf_counter() - began
+        statistics = make_statistics(
+            decoder.counts, options.mode, len(tokens), engine=times.session, first=first, total=total
+        )
+        yield ReplyFinished(make_reply(texts, decoder.truncated, tokens, statistics))
 
     @contextmanager
     def _take_turn(self) -> Iterator[None]:
@@ -364,34 +367,6 @@ def load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         config.is_file() and bool(read_json(config).get("chat_template"))
     )
     return ChatTemplate.load(directory, tokenizer) if given else None
-
-
-def _reply(texts: list[ReplyEvent], truncated: bool, tokens: list[TokenInfo], statistics: ReplyStatistics) -> Reply:
-    if not texts:  # a bundle without tokenizer
-        return Reply("", "", (), "length" if truncated else "stop", None, tuple(tokens), statistics)
-    whole = collect_reply(texts)
-    return Reply(
-        whole.content, whole.reasoning, whole.function_calls, whole.reason, whole.stop_string, tuple(tokens), statistics
-    )
-
-
-def _statistics(
-    counts: DecodeCounts, options: DecodeOptions, times: StepTimes, tokens: int, first: float | None, total: float
-) -> ReplyStatistics:
-    return ReplyStatistics(
-        mode=options.mode,
-        prompt_tokens=counts.prompt_tokens,
-        response_tokens=tokens,
-        blocks=counts.blocks,
-        steps=counts.steps,
-        prefill_steps=counts.prefill_steps,
-        tokens_per_step=tokens / max(counts.steps, 1),
-        time_to_first_token=first,
-        total_time=total,
-        tokens_per_second=tokens / total if total else 0.0,
-        engine_time=times.session,
-        length_ramp_bias=counts.ramp_bias,
-    )
 
 
 def _last(stream: Iterator[StreamItem]) -> Reply:

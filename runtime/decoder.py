@@ -58,7 +58,8 @@ class DecodeCounts:
     prefill_steps: int = 0  # steps that only committed prompt tokens
     steps: int = 0  # steps that could produce response tokens
     blocks: int = 0  # blocks begun
-    ramp_bias: float = 0.0
+    ramp_bias: float = 0.0  # the strongest bias that the length ramp added in a step
+    penalised: int = 0  # most token ids whose logits penalties changed in a step
     drafted: int = 0  # tokens that a causal pass checked; 0 in modes that don't draft
     accepted: int = 0  # of them, those it kept
 
@@ -164,3 +165,8 @@ class ReplyDecoder:
 
     def resume(self, committed: int) -> None:
         self._feed.take(committed)
+
+    def _count_adjustments(self) -> None:
+        """Notes what acts on the logits of the tokens that are chosen next."""
+        self.counts.ramp_bias = max(self.counts.ramp_bias, self._penalties.ramp_bias)
+        self.counts.penalised = max(self.counts.penalised, self._penalties.penalised_ids)

@@ -149,8 +149,8 @@ class FillDecoder(ReplyDecoder):
                 alternatives(candidates, row, self._options.logprobs),
             )
         self.last_filled = len(chosen)
+        self._count_adjustments()
         self._penalties.add(ids[chosen].tolist())
-        self.counts.ramp_bias = max(self.counts.ramp_bias, self._penalties.ramp_bias)
         return positions.tolist(), confidence[chosen].tolist()
 
     def _emit(self) -> list[TokenInfo]:

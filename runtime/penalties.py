@@ -65,6 +65,11 @@ class PenaltyState:
         return self._ramp
 
     @property
+    def penalised_ids(self) -> int:
+        """Token ids whose logits the penalties change as things stand."""
+        return len(self._counts)
+
+    @property
     def penalised(self) -> bool:
         """Whether a token in the response changes the logits of later rows."""
         return self._penalised

@@ -242,7 +242,7 @@ class SpeculativeDecoder(ReplyDecoder):
         else:
             ids, logprobs = sample_tokens(candidates, self._options, self._uniforms.take())
         token = int(ids[0])
-        self.counts.ramp_bias = max(self.counts.ramp_bias, self._penalties.ramp_bias)
+        self._count_adjustments()
         if token in self._eos:
             self._done = True
             return None

@@ -208,6 +208,16 @@ def test_the_length_ramp_ends_a_reply(engine: Clover) -> None:
     assert reply.finish_reason == "stop" and reply.statistics.length_ramp_bias > 0
 
 
+def test_statistics_tell_what_acted(engine: Clover) -> None:
+    for mode in MODES:
+        plain = engine.chat(MESSAGES, mode=mode, presence_penalty=0.0, repetition_penalty=1.0).statistics
+        assert plain.penalised_tokens == plain.length_ramp_bias == 0
+        assert 0 <= plain.accepted_tokens <= plain.drafted_tokens
+        assert (plain.drafted_tokens > 0) == (mode == "self-speculative")
+        reply = engine.chat(MESSAGES, mode=mode, presence_penalty=0.9)
+        assert 0 < reply.statistics.penalised_tokens <= len({t.id for t in reply.tokens})
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_length_ramp_closes_thinking_first(engine: Clover, mode: str) -> None:
     assert engine.tokenizer is not None

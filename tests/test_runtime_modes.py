@@ -69,6 +69,7 @@ def both(
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
         assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
     assert drafting.counts.ramp_bias == plain.counts.ramp_bias
+    assert drafting.counts.penalised == plain.counts.penalised
     return drafting
 
 
