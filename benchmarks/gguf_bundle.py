@@ -188,7 +188,7 @@ def write_gguf(bundle: Bundle, out: Path) -> float:
         if matrix.scales is None:
             w.add_tensor(name, np.ascontiguousarray(matrix.values))
             continue
-        s = matrix.scales[matrix.scales > 0]
+        s = matrix.scales[matrix.scales != 0]
         worst = max(worst, float(np.max(np.abs(s.astype(np.float16).astype(np.float32) / s - 1), initial=0)))
         w.add_tensor(name, blocks_of(matrix), raw_dtype=kinds[matrix.bits])
     w.write_header_to_file()
