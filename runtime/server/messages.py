@@ -172,6 +172,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         "blocks": usage.blocks,
         "steps": usage.steps,
         "tokens_per_step": usage.tokens_per_step,
