@@ -222,7 +222,7 @@ BUNDLE_ALONE = (
     "threads",
     "provider",
 )
-COMPARISON_ALONE = ("cases", "runs", "timeout", "out", "ledger", "api-key")
+COMPARISON_ALONE = ("cases", "field-a", "field-b", "runs", "timeout", "out", "ledger", "api-key")
 
 
 @pytest.mark.parametrize("option", [*BUNDLE_ALONE, *COMPARISON_ALONE])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +21,21 @@ from typer.testing import CliRunner
 from clover.cli import app
 from clover.engines.bench.cases import read_cases
 from clover.engines.bench.comparison import compare_servers
-from clover.engines.bench.statistics import paired_difference, wilson
+from clover.engines.bench.statistics import (
+    design_effect,
+    median_interval,
+    paired_difference,
+    share_interval,
+    sign_test,
+    time_per_success,
+    wilson,
+)
 from clover.runtime.errors import CloverError
 
 Respond = Callable[[str], Any]  # the prompt -> an answer, or a status
+
+
+BODIES: dict[str, list[Any]] = {}  # what each server was sent
 
 
 @contextmanager
@@ -40,9 +54,10 @@ def server(respond: Respond, key: str | None = None) -> Iterator[tuple[str, list
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             prompt = body["messages"][-1]["content"]
             asked.append(prompt)
+            BODIES.setdefault(f"http://127.0.0.1:{http.server_port}", []).append(body)
             answer = respond(prompt)
             if isinstance(answer, int):
-                self._send(answer, {"error": {}})
+                self._send(answer, {"error": {"message": "too\n busy " + "x" * 999} if answer == 503 else {}})
             else:
                 self._send(200, {"choices": [{"message": {"content": answer}}], "usage": {"completion_tokens": 3}})
 
@@ -102,7 +117,8 @@ def test_every_check_tells_right_from_wrong(cases: Path, tmp_path: Path) -> None
     assert [row["right"] for row in result["cases"]] == [[2, 0]] * 5
     assert [row["id"] for row in result["cases"]] == ["exact", "regex", "json", "script", "5"]
     page = (tmp_path / "r.html").read_text()
-    assert "<script" not in page and "src=" not in page and "10 of 10" not in page and good in page
+    assert "<script" not in page and "src=" not in page and good in page
+    assert page.count("B answered") == 5 and "A answered" not in page and "ab c" in page
     assert "cases 5" in page and "runs 2" in page
 
 
@@ -159,14 +175,40 @@ def test_a_dead_server_is_reported_and_not_counted(cases: Path) -> None:
     assert b["share"] is None and b["median_seconds"] is None and result["difference"] is None
 
 
+def test_nobody_at_either_address_is_a_sentence(cases: Path) -> None:
+    with server(RIGHT.__getitem__) as (gone, _):
+        pass
+    with pytest.raises(CloverError, match=r"no server answers \(.*refused"):
+        run((gone, gone), cases)
+
+
+def test_an_address_may_end_in_v1_and_fields_go_into_its_servers_requests(cases: Path) -> None:
+    with server(RIGHT.__getitem__) as (a, _), server(RIGHT.__getitem__) as (b, _):
+        fields = (["mode=autoregressive", "threshold=0.5"], ['stop=["x"]', "top_p=1"])
+        result = run((f"{a}/v1/", f"{b}/v1"), cases, fields=fields)
+        assert [s["successes"] for s in result["servers"]] == [10, 10]
+        assert [s["url"] for s in result["servers"]] == [a, b]
+        assert (BODIES[a][0]["mode"], BODIES[a][0]["threshold"]) == ("autoregressive", 0.5)
+        assert BODIES[b][0]["stop"] == ["x"] and "mode" not in BODIES[b][0]
+        with pytest.raises(CloverError, match="another comparison"):
+            run((a, b), cases)
+        for wrong in ("mode", "=x", "stream=true"):
+            with pytest.raises(CloverError, match="--field-b"):
+                run((a, b), cases, fields=([], [wrong]))
+
+
 def test_errors_are_failures_with_a_name(cases: Path) -> None:
     with (
         server(RIGHT.__getitem__) as (good, _),
-        server(lambda prompt: 503 if prompt == "1" else RIGHT[prompt]) as (bad, _),
+        server(lambda prompt: {"1": 503, "2": 500}.get(prompt, RIGHT[prompt])) as (bad, _),
     ):
         result = run((good, bad), cases)
-    assert result["servers"][1]["errors"] == {"status 503": 2} and result["servers"][1]["successes"] == 8
-    assert result["difference"]["only_first"] == 2 and result["difference"]["only_second"] == 0
+    (busy, failed), counts = zip(*result["servers"][1]["errors"].items(), strict=True)
+    assert (
+        counts == (2, 2) and failed == "status 500" and busy.startswith("status 503: too busy xxx") and len(busy) < 200
+    )
+    assert result["servers"][1]["successes"] == 6
+    assert result["difference"]["only_first"] == 4 and result["difference"]["only_second"] == 0
 
 
 def test_a_key_is_sent_to_servers_that_ask_for_one(cases: Path) -> None:
@@ -227,26 +269,79 @@ def test_wilson_intervals_are_the_known_ones() -> None:
     ):
         assert wilson(successes, trials) == pytest.approx((low, high), abs=1e-4)
     assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(7, 7)[1] == 1.0 and wilson(0, 7)[0] == 0.0
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
-def test_paired_differences(pairs: list[tuple[bool, bool]]) -> None:
-    d = paired_difference(pairs)
-    assert d is not None
+PAIRS = st.lists(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=30)
+
+
+@settings(max_examples=80, deadline=None)
+@given(PAIRS)
+def test_paired_differences(by_case: list[list[tuple[bool, bool]]]) -> None:
+    pairs = [pair for case in by_case for pair in case]
+    d = paired_difference(by_case)
+    assert d is not None and d.pairs == len(pairs)
     assert d.difference == pytest.approx(sum(b for _, b in pairs) / len(pairs) - sum(a for a, _ in pairs) / len(pairs))
     assert -1 <= d.low <= d.difference <= d.high <= 1 and 0 < d.p <= 1
-    mirrored = paired_difference([(b, a) for a, b in pairs])
+    mirrored = paired_difference([[(b, a) for a, b in case] for case in by_case])
     assert (
         mirrored is not None
         and mirrored.difference == pytest.approx(-d.difference)
         and mirrored.p == pytest.approx(d.p)
+        and (mirrored.low, mirrored.high) == (pytest.approx(-d.high), pytest.approx(-d.low))
     )
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=30), st.integers(2, 20))
+def test_asking_a_server_that_always_says_the_same_again_proves_nothing_more(once: list[Any], runs: int) -> None:
+    alone, again = [[pair] for pair in once], [[pair] * runs for pair in once]
+    assert share_interval([[a for a, _ in case] for case in again]) == pytest.approx(
+        share_interval([[a for a, _ in case] for case in alone]), abs=1 / len(once) / 4
+    )
+    one, many = paired_difference(alone), paired_difference(again)
+    assert one is not None and many is not None and one.p == many.p
+    assert many.high - many.low >= 0.9 * (one.high - one.low)
+
+
+def test_intervals_of_repeated_answers_cover_what_they_should() -> None:
+    """Cases as hard as may be, six answers each: the interval holds the true share nearly as often as it says; one that
+    takes all answers for independent does not."""
+    r, truth, cases, runs, held, naive = random.Random(1), 0.7, 30, 6, 0, 0
+    for _ in range(400):
+        hard = [r.betavariate(0.7, 0.3) for _ in range(cases)]
+        answers = [[r.random() < chance for _ in range(runs)] for chance in hard]
+        low, high = share_interval(answers)
+        held += low <= truth <= high
+        low, high = wilson(sum(map(sum, answers)), cases * runs)
+        naive += low <= truth <= high
+    assert held / 400 > 0.92 and naive / 400 < 0.75
+    assert design_effect([[1.0], [0.0], [1.0]]) == 1.0
+
+
 def test_the_exact_test_is_the_binomial_one() -> None:
-    d = paired_difference([(True, False)] * 1 + [(False, True)] * 9 + [(True, True)] * 5)
-    assert d is not None and d.p == pytest.approx(2 * 11 / 1024)
-    assert paired_difference([]) is None
-    same = paired_difference([(True, True)] * 40)
+    d = paired_difference([[(True, False)]] * 1 + [[(False, True)]] * 9 + [[(True, True)]] * 5)
+    assert d is not None and d.p == pytest.approx(2 * 11 / 1024) == sign_test(9, 10)
+    assert paired_difference([]) is None and paired_difference([[]]) is None
+    same = paired_difference([[(True, True)]] * 40)
     assert same is not None and same.difference == 0 and same.low == pytest.approx(-0.0467, abs=1e-3) == -same.high
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=40))
+def test_the_medians_interval_is_the_order_statistics(values: list[float]) -> None:
+    interval = median_interval(values)
+    assert (interval is None) == (len(values) < 6)
+    if interval is not None and interval.high is not None:
+        assert interval.low <= statistics.median(values) <= interval.high
+        outside = sorted(values).index(interval.low)  # values below it
+        assert sum(math.comb(len(values), k) for k in range(outside + 1)) / 2 ** len(values) <= 0.025
+
+
+def test_time_per_success_has_an_interval_and_may_lack_an_upper_end() -> None:
+    found = time_per_success([(2.0, 1)] * 30 + [(4.0, 1)] * 30)
+    assert found is not None and found[0] == pytest.approx(3.0)
+    assert 2.6 < found[1].low < 3.0 < (found[1].high or 0) < 3.4
+    assert time_per_success([(1.0, 0)] * 3) is None and time_per_success([]) is None
+    rare = time_per_success([(1.0, 0)] * 9 + [(1.0, 1)])
+    assert rare is not None and rare[0] == pytest.approx(10.0) and rare[1].high is None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clover.engines.bench.cases import read_cases
 from clover.engines.bench.ledger import compare
-from clover.engines.bench.report import render_html, render_text
+from clover.engines.bench.report import render_html, render_terminal
 from clover.runtime.errors import CloverError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+OWN_FIELDS = ("messages", "stream")
 
 
 def compare_servers(
@@ -22,19 +28,22 @@ def compare_servers(
     timeout: float,
     max_tokens: int,
     key: str | None = None,
+    fields: tuple[Sequence[str], Sequence[str]] = ((), ()),
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> tuple[dict[str, Any], str]:
-    """Compares, writes the report, and returns the result as JSON data and as text. Raises CloverError."""
+) -> tuple[dict[str, Any], RenderableType]:
+    """Compares, writes the report, and returns the result as JSON data and for the terminal. `fields`: FIELD=VALUE of each
+    server's requests. Raises CloverError."""
     if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
         raise CloverError(f"--out {out} must end in .html and lie in a directory that exists; give another path.")
     if not 0 < timeout <= 86_400:
         raise CloverError(f"--timeout is {timeout:g}; it must be above 0 and at most 86400 seconds.")
+    given = _fields(fields[0], "--field-a"), _fields(fields[1], "--field-b")
     read, digest = read_cases(cases)
     book = ledger or cases.with_suffix(".ledger.jsonl")
     if not book.parent.is_dir():
         raise CloverError(f"--ledger {book}: {book.parent} is not a directory; create it or give another path.")
     result = compare(
-        urls, read, digest, book, runs=runs, timeout=timeout, max_tokens=max_tokens, key=key,
+        urls, read, digest, book, runs=runs, timeout=timeout, max_tokens=max_tokens, key=key, fields=given,
         progress=lambda done, total: progress("servers", done, total),
     )  # fmt: skip
     if out is not None:
@@ -45,4 +54,20 @@ def compare_servers(
         except OSError as error:
             work.unlink(missing_ok=True)
             raise CloverError(f"--out {out} can't be written ({error.strerror}); give another path.") from None
-    return {**result.to_json(), "ledger": str(book)}, render_text(result)
+    return {**result.to_json(), "ledger": str(book)}, render_terminal(result)
+
+
+def _fields(given: Sequence[str], option: str) -> dict[str, Any]:
+    """Request fields from FIELD=VALUE; a value that is no JSON is a text. Raises CloverError."""
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not name or not equals:
+            raise CloverError(f"{option} {one} must be FIELD=VALUE, such as mode=autoregressive.")
+        if name in OWN_FIELDS:
+            raise CloverError(f"{option}: {name} is the comparison's own; leave it out.")
+        try:
+            found[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[name] = value
+    return found

@@ -13,7 +13,6 @@ from clover.runtime.terminal.verb import (
     MaxContext,
     Provider,
     Threads,
-    print_json,
     sentence_on_error,
     show,
 )
@@ -53,6 +52,15 @@ def bench(
         tuple[str, str] | None, typer.Option(metavar="URL URL", help="Compare two servers by what they get right.")
     ] = None,
     cases: Annotated[Path | None, typer.Option(help="JSON lines: prompt, and exact, regex, json or script.")] = None,
+    field_a: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE", help="Goes into requests to the first server, such as mode=fill (repeatable)."
+        ),
+    ] = None,
+    field_b: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=VALUE", help="The same for the second (repeatable).")
+    ] = None,
     runs: Annotated[int | None, typer.Option(help="Times each case is asked of each server.  [default: 1]")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for an answer.  [default: 120]")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The comparison's .html report.")] = None,
@@ -97,13 +105,16 @@ def bench(
                 timeout=120.0 if timeout is None else timeout,
                 max_tokens=max_new_tokens,
                 key=api_key,
+                fields=(field_a or (), field_b or ()),
                 progress=shown,
             )
-        print_json(told[0]) if as_json else print(told[1])
+        show(told[0] if as_json else told[1])
         return
     _refuse(
         "acts on a comparison; give --compare URL URL as well.",
         cases=cases,
+        field_a=field_a,
+        field_b=field_b,
         runs=runs,
         timeout=timeout,
         out=out,
