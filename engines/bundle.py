@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -10,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from clover.engines.lock import exclusive
 from clover.engines.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from clover.engines.verified import damaged_file
+from clover.engines.verified import hash_file as hash_file
 from clover.runtime.errors import BundleError, CheckpointError
 
-_CHUNK = 8 * 2**20
+Verify = bool | Literal["all"]  # hashes of no file, of those not checked before or changed since, of every file
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,18 @@ class Bundle:
     manifest: Manifest
 
     @classmethod
-    def open(cls, directory: str | Path, *, verify: bool = True) -> Bundle:
-        """Reads the manifest and checks every file's size and, unless `verify` is False, its hash.
+    def open(cls, directory: str | Path, *, verify: Verify = True) -> Bundle:
+        """Reads the manifest and checks every file's size and, unless `verify` is False, its hash. A large file that was
+        checked before and has not been written to since is not read again, unless `verify` is "all".
 
         Raises BundleError naming the first file that is missing, of another size, changed, or laid in later.
         """
         root = Path(directory)
         manifest = read_manifest(root)
         for name, entry in manifest.files.items():
-            _check_file(root / name, entry, verify)
+            _check_size(root / name, entry)
+        if verify:
+            _check_hashes(root, manifest, recheck=verify == "all")
         for path in root.glob("tokenizer/*.j*"):  # read by name, so one laid in later would count
             if path.relative_to(root).as_posix() not in manifest.files:
                 raise BundleError(f"{path} is not part of the bundle; remove it, or build the bundle again with it.")
@@ -50,26 +55,23 @@ class Bundle:
         return sum(entry.bytes for entry in self.manifest.files.values())
 
 
-def _check_file(path: Path, entry: FileEntry, verify: bool) -> None:
+def _check_size(path: Path, entry: FileEntry) -> None:
     try:
         size = path.stat().st_size
     except OSError:
         raise BundleError(f"{path} is missing from the bundle; build the bundle again.") from None
     if size != entry.bytes:
         raise BundleError(f"{path} has {size} bytes instead of {entry.bytes}; build the bundle again.")
-    if verify and hash_file(path) != entry.sha256:
-        raise BundleError(f"{path} is damaged (its hash does not match the manifest); build the bundle again.")
 
 
-def hash_file(path: Path) -> str:
-    """sha256 of a file, in hex."""
-    digest = hashlib.sha256()
-    buffer = bytearray(_CHUNK)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()
+def _check_hashes(root: Path, manifest: Manifest, *, recheck: bool) -> None:
+    files = {root / name: entry.sha256 for name, entry in manifest.files.items()}
+    try:
+        damaged = damaged_file(root, files, recheck=recheck)
+    except OSError as error:
+        raise BundleError(f"{error.filename or root} can't be read ({error.strerror}); check the disk.") from None
+    if damaged:
+        raise BundleError(f"{damaged} is damaged (its hash does not match the manifest); build the bundle again.")
 
 
 def file_entry(path: Path, sha256: str | None = None) -> FileEntry:

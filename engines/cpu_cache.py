@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,9 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clover.engines.bundle import Bundle, hash_file
+from clover.engines import verified
+from clover.engines.bundle import Bundle, Verify
+from clover.engines.cpu_memory import available_memory
 from clover.engines.lock import exclusive
 from clover.engines.manifest import MANIFEST
+from clover.engines.verified import RECEIPTS, damaged_file, hash_file, note_checked
 
 STAMP = "stamp.json"
 MODEL = "step.onnx"
@@ -53,18 +57,18 @@ class CacheEntry:
     current: bool
 
 
-def packed_model(bundle: Bundle, *, verify: bool = False) -> Path | None:
+def packed_model(bundle: Bundle, *, verify: Verify = False) -> Path | None:
     """The step graph over packed weights, made now when there is none; None when it is better done without.
 
-    `verify`: check the hash of every cached file; otherwise sizes and times only. Never fails: what goes wrong (a full
-    disk, no place to write) is logged in one line.
+    `verify`: check the hashes of the cached files, as Bundle.open does; otherwise sizes and times only. Never fails: what
+    goes wrong (a full disk, no place to write) is logged in one line.
     """
     if bundle.nbytes < MIN_BYTES:
         return None
     identity = cache_identity(bundle)
     name = PREFIX + _digest(identity)[:16]
     for root in cache_roots(bundle):
-        if _is_intact(root / name, identity, verify):
+        if _is_intact(bundle, root / name, identity, verify):
             return root / name / MODEL
     from clover.engines.cpu_pack import packable_bytes
 
@@ -75,7 +79,7 @@ def packed_model(bundle: Bundle, *, verify: bool = False) -> Path | None:
         try:
             root.mkdir(parents=True, exist_ok=True)
             with exclusive(root / ".lock", f"another process is packing the weights of {bundle.directory}"):
-                if not _is_intact(root / name, identity, verify):  # made while we waited
+                if not _is_intact(bundle, root / name, identity, verify):  # made while we waited
                     _make_entry(bundle, root, name, identity)
             return root / name / MODEL
         except Exception as error:  # onnxruntime has no one class of errors
@@ -87,16 +91,31 @@ def packed_model(bundle: Bundle, *, verify: bool = False) -> Path | None:
             if getattr(error, "errno", None) not in NOT_WRITABLE:
                 break
             reason = f"{root} can't be written ({reason})"
-    log.warning("the weights of %s stay in private memory, as they can't be cached: %s", bundle.directory, reason)
+    log.warning("the packed weights of %s can't be cached: %s", bundle.directory, reason)
     return None
+
+
+def fits_in_memory(bundle: Bundle) -> bool:
+    """Whether the packed weights fit into memory without a cache; when not, one line of the log says so."""
+    from clover.engines.cpu_pack import packable_bytes
+
+    if bundle.nbytes < MIN_BYTES or (free := available_memory()) is None:
+        return True
+    needed = packable_bytes(bundle) * 9 // 8
+    if needed > free:
+        log.warning(
+            "the packed weights of %s would take %.1f GB of memory and %.1f GB are free: it runs on weights as they are "
+            "stored, many times slower; free disk for the cache, or memory",
+            bundle.directory,
+            needed / 1e9,
+            free / 1e9,
+        )
+    return needed <= free
 
 
 def cache_roots(bundle: Bundle) -> tuple[Path, ...]:
     """Where entries of a bundle may lie: beside its files, else in the user's cache directory."""
-    roots = [bundle.directory.resolve() / ".cache"]
-    with suppress(RuntimeError, KeyError):  # no home directory
-        roots.append(_user_cache() / "clover" / _manifest_hash(bundle)[:16])
-    return tuple(roots)
+    return verified.cache_roots(bundle.directory)
 
 
 def cache_entries(bundle: Bundle) -> list[CacheEntry]:
@@ -126,6 +145,7 @@ def clear_cache(bundle: Bundle) -> int:
             with exclusive(root / ".lock", f"another process is packing the weights of {bundle.directory}"):
                 for directory in [*root.glob(f"{PREFIX}*"), *root.glob(PARTIAL)]:
                     shutil.rmtree(directory)
+                (root / RECEIPTS).unlink(missing_ok=True)
             with suppress(OSError):
                 root.rmdir()
     return freed
@@ -205,6 +225,7 @@ def _make_entry(bundle: Bundle, root: Path, name: str, identity: dict[str, str])
         files = sorted(work.iterdir())
         for path in files:
             _flush(path)
+        begun = time.time_ns()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             hashes = dict(zip(files, pool.map(hash_file, files), strict=True))
         stamp = {
@@ -215,6 +236,7 @@ def _make_entry(bundle: Bundle, root: Path, name: str, identity: dict[str, str])
         if (root / name).exists():
             shutil.rmtree(root / name)
         work.rename(root / name)
+        note_checked(bundle.directory, {root / name / p.name: hashes[p] for p in files}, begun)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -222,7 +244,7 @@ def _make_entry(bundle: Bundle, root: Path, name: str, identity: dict[str, str])
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _is_intact(directory: Path, identity: dict[str, str], verify: bool) -> bool:
+def _is_intact(bundle: Bundle, directory: Path, identity: dict[str, str], verify: Verify) -> bool:
     """Whether an entry is whole, unchanged and of this very machine, runtime and bundle."""
     stamp = _read_stamp(directory)
     if stamp is None or stamp["identity"] != identity:
@@ -234,8 +256,8 @@ def _is_intact(directory: Path, identity: dict[str, str], verify: bool) -> bool:
             return False
         # a copied bundle has other times: then the hashes decide
         if verify or any(present[p]["mtime_ns"] != entry["mtime_ns"] for p, entry in files.items()):
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return list(pool.map(hash_file, files)) == [entry["sha256"] for entry in files.values()]
+            hashes = {path: str(entry["sha256"]) for path, entry in files.items()}
+            return damaged_file(bundle.directory, hashes, recheck=verify == "all") is None
     except (OSError, KeyError, TypeError, AttributeError):
         return False
     return True
@@ -278,11 +300,3 @@ def _manifest_hash(bundle: Bundle) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _user_cache() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    if sys.platform == "win32":
-        return Path.home() / "AppData" / "Local"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Literal, get_args
 
-from clover.engines.bundle import Bundle
+from clover.engines.bundle import Bundle, Verify
 from clover.runtime.errors import BundleError, RequestError
 from clover.runtime.session import StepSession
 
@@ -57,12 +57,12 @@ def open_session(
     max_context: int | None = None,
     threads: int | None = None,
     cache: bool = True,
-    verify: bool = False,
+    verify: Verify = False,
     provider: Provider | None = None,
 ) -> StepSession:
     """A session with `sequences` slots. `cache`: map weights packed for this CPU, packing them on first use;
-    `verify`: check the hashes of those files too. `provider`: what runs the bundle; default: its GPU engine where it has
-    one, else the CPU.
+    `verify`: check the hashes of those files as Bundle.open does. `provider`: what runs the bundle; default: its GPU
+    engine where it has one, else the CPU.
 
     Raises BundleError when this machine can't run the bundle, RequestError for a context longer than the model's.
     """
@@ -79,10 +79,11 @@ def open_session(
         from clover.engines.tensorrt.open import open_gpu_session
 
         return open_gpu_session(bundle, sequences=sequences, max_context=max_context)
-    from clover.engines.cpu_cache import packed_model
+    from clover.engines.cpu_cache import fits_in_memory, packed_model
+    from clover.engines.cpu_memory import reused_buffers
     from clover.runtime.ort_session import OrtSession
 
-    def session(model: bytes | Path, weights: Path | None) -> OrtSession:
+    def session(model: bytes | Path, weights: Path | None, *, prepack: bool = True) -> OrtSession:
         return OrtSession(
             model,
             weights,
@@ -91,14 +92,16 @@ def open_session(
             max_rows=max(PREFILL_ROWS, 2 * max(manifest.block_sizes)),
             threads=threads,
             providers=PROVIDERS[chosen],
+            prepack=prepack,
         )
 
     packed = packed_model(bundle, verify=verify) if cache and chosen == "cpu" else None
     if packed:
         try:
-            return session(packed, None)
+            with reused_buffers():
+                return session(packed, None)
         except MemoryError:
             raise
         except Exception as error:  # onnxruntime has no one class of errors
             log.warning("the packed weights in %s can't be used (%s); going on without", packed.parent, error)
-    return session(bundle.graph_bytes, bundle.directory)
+    return session(bundle.graph_bytes, bundle.directory, prepack=chosen != "cpu" or fits_in_memory(bundle))

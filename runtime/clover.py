@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from clover.engines.bundle import Bundle
+from clover.engines.bundle import Bundle, Verify
 from clover.engines.open import Provider, open_session
 from clover.exporter.config import read_json
 from clover.runtime.adaptive import AdaptiveDecoder, StepTimesSeen
@@ -68,13 +68,14 @@ class Clover:
         cls,
         directory: str | Path,
         *,
-        verify: bool = True,
+        verify: Verify = True,
         max_context: int | None = None,
         threads: int | None = None,
         cache: bool = True,
         provider: Provider | None = None,
     ) -> Clover:
-        """Opens a bundle. `verify`: check every file's hash. `max_context`: most tokens of prompt and reply together.
+        """Opens a bundle. `verify`: check hashes, of a large file when it was not checked before or has been written to
+        since; "all": of every file; False: of none. `max_context`: most tokens of prompt and reply together.
         `threads`: CPU threads (default: one a core). `cache`: keep weights packed for this CPU beside the bundle.
         `provider`: tensorrt, cpu or cuda; default: the bundle's GPU engine where it has one, else the CPU.
 

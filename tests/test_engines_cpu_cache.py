@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from oracle_support import tiny_checkpoint
 
-from clover.engines import cpu_cache, cpu_pack
+from clover.engines import cpu_cache, cpu_memory, cpu_pack, verified
 from clover.engines.build import BuildRequest, build_target
-from clover.engines.bundle import Bundle, hash_file
+from clover.engines.bundle import Bundle
 from clover.engines.open import open_session
+from clover.engines.verified import hash_file
 from clover.runtime.session import SequenceRows
 
 
@@ -33,7 +34,7 @@ def bundle(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bund
     """A fresh copy of the bundle whose small weights are worth a cache, packed in several parts."""
     monkeypatch.setattr(cpu_cache, "MIN_BYTES", 1)
     monkeypatch.setattr(cpu_pack, "PART_BYTES", 100_000)
-    monkeypatch.setattr(cpu_cache, "_user_cache", lambda: tmp_path / "user")
+    monkeypatch.setattr(verified, "user_cache", lambda: tmp_path / "user")
     return Bundle.open(shutil.copytree(built, tmp_path / "bundle"))
 
 
@@ -199,3 +200,35 @@ def test_entries_are_few_and_can_be_cleared(bundle: Bundle, monkeypatch: pytest.
 def test_a_small_bundle_is_packed_at_every_load(built: Path) -> None:
     assert cpu_cache.packed_model(Bundle.open(built)) is None
     assert not (built / ".cache").exists()
+
+
+def test_without_room_in_memory_weights_stay_as_they_are_stored(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither disk nor memory for packed weights: it still runs, and says why it is slow."""
+    plain = np.frombuffer(decode(bundle, cache=False).scores, np.float32)
+    monkeypatch.setattr(cpu_cache, "available_memory", lambda: 10)
+    with caplog.at_level(logging.WARNING, "clover"):
+        slow = np.frombuffer(decode(bundle, cache=False).scores, np.float32)
+    assert len(caplog.records) == 1 and "0.0 GB are free" in caplog.text and "\n" not in caplog.messages[0]
+    np.testing.assert_allclose(slow, plain, atol=0.05 * np.abs(plain).max())
+    monkeypatch.undo()
+
+
+def test_memory_left_is_the_least_of_machine_and_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "a" / "b"
+    group.mkdir(parents=True)
+    (tmp_path / "memory.max").write_text("max\n")
+    (group.parent / "memory.max").write_text("5000\n")
+    (group.parent / "memory.stat").write_text("file 4000\nanon 1500\n")
+    (group / "memory.max").write_text("9000\n")
+    (group / "memory.stat").write_text("anon 1000\n")
+    assert list(cpu_memory._limits(tmp_path, "/a/b", "memory.max", "memory.stat", "anon")) == [8000, 3500]
+    monkeypatch.setattr(cpu_memory, "_meminfo", lambda: 7000)
+    monkeypatch.setattr(cpu_memory, "_group_limits", lambda: iter([8000, 3500, None]))
+    assert cpu_memory.available_memory() == 3500
+    monkeypatch.undo()
+    if sys.platform == "linux":
+        assert 0 < (cpu_memory.available_memory() or 0) < 2**50
