@@ -2,6 +2,7 @@
 
     python benchmarks/make_checkpoint.py OUT --layers 4 --full-width --sharded   # 8.7 GB
     python benchmarks/make_checkpoint.py OUT --layers 40 --full-width --sparse   # 69 GB that take a few MB of disk
+    python benchmarks/make_checkpoint.py OUT --layers 40 --full-width --sharded --random-experts 64   # 22 GB of disk
 
 The weights are nonsense with a sane scale: activations stay finite and every path of the model does its usual work,
 so sizes, times and memory are those of a trained model. Equal arguments give equal bytes.
@@ -13,7 +14,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,7 @@ import numpy.typing as npt
 BLOCK = 2**25 + 57  # random numbers drawn once and read round and round; odd, so that no two matrices are equal
 SHARD_BYTES = 4 * 10**9
 HOLE_BYTES = 2**20  # with --sparse, larger tensors are holes in the file: zeros that take no disk
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 FULL_WIDTH: dict[str, Any] = {
     "vocab_size": 248320, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
@@ -151,7 +153,25 @@ class RandomNumbers:
         self._at = (self._at + math.prod(t.shape)) % BLOCK
 
 
-def write_shard(path: Path, members: list[Tensor], numbers: RandomNumbers, *, sparse: bool) -> None:
+@dataclass(frozen=True)
+class Holes:
+    """What is a hole in its file, zeros that take no disk: all large tensors, or all experts but some of each layer."""
+
+    large: bool = False
+    random_experts: int | None = None
+
+    def parts(self, t: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """(part of the tensor, whether it is a hole), in order."""
+        if self.random_experts is None or not t.name.endswith(EXPERTS):
+            yield t, self.large and t.nbytes > HOLE_BYTES
+            return
+        experts, *shape = t.shape
+        for e in range(experts):  # the random ones are spread evenly
+            hole = (e + 1) * self.random_experts // experts == e * self.random_experts // experts
+            yield replace(t, shape=tuple(shape)), hole
+
+
+def write_shard(path: Path, members: list[Tensor], numbers: RandomNumbers, holes: Holes) -> None:
     """One safetensors file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -162,12 +182,12 @@ def write_shard(path: Path, members: list[Tensor], numbers: RandomNumbers, *, sp
     text += b" " * (-len(text) % 8)
     with path.open("wb", buffering=0) as file:
         _write(file, len(text).to_bytes(8, "little") + text)
-        for t in members:
-            if sparse and t.nbytes > HOLE_BYTES:
-                numbers.skip(t)
-                file.seek(t.nbytes, 1)
+        for part, hole in (p for t in members for p in holes.parts(t)):
+            if hole:
+                numbers.skip(part)
+                file.seek(part.nbytes, 1)
                 continue
-            for piece in numbers.pieces(t):
+            for piece in numbers.pieces(part):
                 _write(file, piece.view(np.uint8).data)
         file.truncate(8 + len(text) + end)
 
@@ -178,7 +198,7 @@ def _write(file: BinaryIO, data: bytes | memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def make_checkpoint(out: Path, config: Any, *, sharded: bool = False, sparse: bool = False, seed: int = 0) -> int:
+def make_checkpoint(out: Path, config: Any, *, sharded: bool = False, holes: Holes = Holes(), seed: int = 0) -> int:
     """Writes the checkpoint into the directory `out` and returns the bytes of its weights."""
     out.mkdir(parents=True, exist_ok=True)
     shards: list[list[Tensor]] = [[]]
@@ -193,7 +213,7 @@ def make_checkpoint(out: Path, config: Any, *, sharded: bool = False, sparse: bo
     places: dict[str, str] = {}
     for n, members in enumerate(shards):
         name = f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" if sharded else "model.safetensors"
-        write_shard(out / name, members, numbers, sparse=sparse)
+        write_shard(out / name, members, numbers, holes)
         places.update((t.name, name) for t in members)
     total = sum(t.nbytes for members in shards for t in members)
     if sharded:
@@ -212,14 +232,22 @@ def main() -> None:
     parser.add_argument("--full-width", action="store_true", help="Clover's shapes; otherwise 256 wide, 32 experts")
     parser.add_argument("--sharded", action="store_true", help="files of up to 4 GB and an index")
     parser.add_argument("--sparse", action="store_true", help="large tensors are holes in the file: zeros, no disk")
+    parser.add_argument(
+        "--random-experts", type=int, metavar="N", help="N experts of each layer are random, the others zeros: no disk"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mask-token-id", type=int, help="default: the vocabulary's last id")
     parser.add_argument("--eos-token-id", type=int, help="default: the last id but one")
     a = parser.parse_args()
     if a.layers < 1:
         parser.error("--layers must be at least 1")
+    experts = (FULL_WIDTH if a.full_width else NARROW)["num_experts"]
+    if a.random_experts is not None and not 0 <= a.random_experts <= experts:
+        parser.error(f"--random-experts must be 0 to {experts}")
+    if a.sparse and a.random_experts is not None:
+        parser.error("--sparse makes every large tensor a hole; leave it or --random-experts out")
     config = make_config(a.layers, full_width=a.full_width, mask_token_id=a.mask_token_id, eos=a.eos_token_id)
-    total = make_checkpoint(a.out, config, sharded=a.sharded, sparse=a.sparse, seed=a.seed)
+    total = make_checkpoint(a.out, config, sharded=a.sharded, holes=Holes(a.sparse, a.random_experts), seed=a.seed)
     print(f"{a.out}: {a.layers} layers, {total / 1e9:.2f} GB of weights")
 
 

@@ -3,11 +3,12 @@
 Three layouts are known, all with K input columns, N output rows, and a scale per row and group of columns; eight
 values lie in an int32, the first in its lowest four bits unless said otherwise:
 
-    compressed-tensors  weight_packed [N, K/8], weight_scale [N, K/G], weight_shape; value = nibble - 8
+    compressed-tensors  weight_packed [N, K/8], weight_scale [N, K/G], weight_shape; asymmetric ones also
+                        weight_zero_point [ceil(N/8), K/G], rows 8r…8r+7 of a group in the word of row r
     gptq                qweight [K/8, N], qzeros [K/G, N/8] (in the first format less by one), scales [K/G, N]
     awq                 qweight [K, N/8] and qzeros [K/G, N/8], columns in the order 0 2 4 6 1 3 5 7, scales [K/G, N]
 
-value = (nibble - zero point) * scale. Where every zero point is 8, that is the weight store's own layout.
+value = (nibble - zero point) * scale. Where every zero point is 8 (or none is stored), that is the weight store's own layout.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ SYMMETRIC = 8
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds the column AWQ_ORDER[i]
 METHODS = ("compressed-tensors", "gptq", "awq")
 PARTS = {
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
 }
-OPTIONAL_PARTS = ("g_idx", "weight_shape")
+OPTIONAL_PARTS = ("g_idx", "weight_shape", "weight_zero_point")
+VECTORS = ("g_idx", "weight_shape")
 INSTEAD = "use the BF16 checkpoint"
 
 Array = npt.NDArray[Any]
@@ -60,6 +62,7 @@ class SourceFormat:
     method: str
     group_size: int
     zero_offset: int = 0  # what to add to a stored zero point
+    asymmetric: bool = False  # compressed-tensors: every matrix has zero points
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def _compressed_tensors(value: Mapping[str, Any]) -> SourceFormat:
     groups = value.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"quantization_config.config_groups is {groups!r}, not an object of groups")
-    sizes = set()
+    sizes, asymmetric = set(), set()
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         where = f"config_groups.{name}.weights"
@@ -167,11 +170,12 @@ def _compressed_tensors(value: Mapping[str, Any]) -> SourceFormat:
         _expect(f"{where}.num_bits", weights.get("num_bits"), (4,))
         _expect(f"{where}.type", weights.get("type", "int"), ("int",))
         _expect(f"{where}.strategy", weights.get("strategy", "group"), ("group",))
-        _expect(f"{where}.symmetric", weights.get("symmetric", True), (True,))
+        _expect(f"{where}.symmetric", weights.get("symmetric", True), (True, False))
         _expect(f"{where}.group_size", weights.get("group_size"), GROUP_SIZES)
         if weights.get("actorder") not in (None, "weight", "static"):  # those keep the columns' order
             raise ValueError(f"quantization_config.{where}.actorder moves columns, which is not implemented; {INSTEAD}")
         sizes.add(weights["group_size"])
+        asymmetric.add(not weights.get("symmetric", True))
         if isinstance(group, dict) and group.get("input_activations") is not None:
             raise ValueError(
                 f"quantization_config.config_groups.{name}.input_activations asks for quantised activations, which is "
@@ -179,7 +183,11 @@ def _compressed_tensors(value: Mapping[str, Any]) -> SourceFormat:
             )
     if len(sizes) > 1:
         raise ValueError(f"quantization_config has groups of {sorted(sizes)} columns, and only one size is implemented")
-    return SourceFormat("compressed-tensors", sizes.pop())
+    if len(asymmetric) > 1:
+        raise ValueError(
+            f"quantization_config has symmetric and asymmetric groups, and only one kind is implemented; {INSTEAD}"
+        )
+    return SourceFormat("compressed-tensors", sizes.pop(), asymmetric=asymmetric.pop())
 
 
 def _expect(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -225,6 +233,7 @@ class PackedMatrix:
             "weight_packed": ((n, k // 8), ("I32",)),
             "weight_scale": ((n, k // group), FLOAT_DTYPES),
             "weight_shape": ((2,), ("I64", "I32")),
+            "weight_zero_point": ((-(-n // 8), k // group), ("I32",)),
             "qweight": ((k // 8, n) if self.form.method == "gptq" else (k, n // 8), ("I32",)),
             "qzeros": ((k // group, n // 8), ("I32",)),
             "scales": ((k // group, n), FLOAT_DTYPES),
@@ -246,7 +255,8 @@ class PackedMatrix:
         if self.form.method == "compressed-tensors":
             self._check_shape()
             words = self._words("weight_packed", slice(start, stop))
-            return PackedRows(words.view(np.uint8).reshape(len(words), -1), self._scales("weight_scale", start, stop))
+            values = words.view(np.uint8).reshape(len(words), -1)
+            return PackedRows(values, self._scales("weight_scale", start, stop), self._row_zeros(start, stop))
         self._check_order()
         scales = np.ascontiguousarray(self._scales("scales", 0, None)[:, start:stop].T)
         return PackedRows(self._values(start, stop), scales, self._zeros(start, stop))
@@ -258,7 +268,9 @@ class PackedMatrix:
     @cached_property
     def has_zero_points(self) -> bool:
         """Whether a zero point other than 8 occurs."""
-        return self.form.method != "compressed-tensors" and self._zeros(0, None) is not None
+        if self.form.method == "compressed-tensors":
+            return self._row_zeros(0, self.info.shape[0]) is not None
+        return self._zeros(0, None) is not None
 
     def _values(self, start: int, stop: int) -> Bytes:
         """uint8 [rows, K / 2]"""
@@ -272,6 +284,15 @@ class PackedMatrix:
         words = self._words("qzeros", slice(None))
         columns = _nibbles(words) if self.form.method == "gptq" else _awq_columns(words)
         zeros = (columns[:, start:stop] + np.uint8(self.form.zero_offset)) & np.uint8(15)
+        return None if np.all(zeros == SYMMETRIC) else np.ascontiguousarray(zeros.T)
+
+    def _row_zeros(self, start: int, stop: int) -> Bytes | None:
+        """The same of compressed-tensors, whose zero points are packed along the rows."""
+        if "weight_zero_point" not in self._parts:
+            return None
+        first = start // 8
+        words = self._words("weight_zero_point", slice(first, -(-stop // 8)))  # [rows / 8, groups]
+        zeros = _nibbles(words.T)[:, start - 8 * first : stop - 8 * first]
         return None if np.all(zeros == SYMMETRIC) else np.ascontiguousarray(zeros.T)
 
     def _words(self, part: str, rows: slice) -> Array:
@@ -329,8 +350,9 @@ def collect(form: SourceFormat, stored: Mapping[str, Stored]) -> tuple[dict[str,
             parts.setdefault(module, {})[part] = tensor
     matrices, problems = {}, []
     for module, found in parts.items():
-        absent = [p for p in PARTS[form.method] if p not in found and p not in OPTIONAL_PARTS]
-        two_axes = all(len(t.info.shape) == 2 for p, t in found.items() if p not in OPTIONAL_PARTS)
+        optional = tuple(p for p in OPTIONAL_PARTS if not (form.asymmetric and p == "weight_zero_point"))
+        absent = [p for p in PARTS[form.method] if p not in found and p not in optional]
+        two_axes = all(len(t.info.shape) == 2 for p, t in found.items() if p not in VECTORS)
         if absent:
             problems.append(f"{module} has {', '.join(sorted(found))} but no {', '.join(absent)}")
         elif not two_axes:

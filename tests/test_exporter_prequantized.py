@@ -24,7 +24,15 @@ from clover.exporter.weights import plan_for
 from clover.runtime.errors import CheckpointError, CloverError
 
 Array = npt.NDArray[Any]
-FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "gptq_asymmetric", "awq", "awq_symmetric")
+FORMATS = (
+    "compressed-tensors",
+    "compressed-tensors_asymmetric",
+    "gptq",
+    "gptq_v2",
+    "gptq_asymmetric",
+    "awq",
+    "awq_symmetric",
+)
 GROUP = 32
 QUANTISED = (  # the rest stays as it is, as `ignore` and `modules_to_not_convert` say
     *(f".{part}_proj.weight" for part in ("gate", "up", "down", "out")), ".in_proj_qkv.weight", ".in_proj_z.weight",
@@ -44,6 +52,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def config_of(form: str) -> dict[str, Any]:
     base = CONFIGS[form.split("_")[0]]
+    if form == "compressed-tensors_asymmetric":
+        base = json.loads(json.dumps(base))
+        base["config_groups"]["group_0"]["weights"]["symmetric"] = False
     return base | ({"checkpoint_format": "gptq_v2"} if form == "gptq_v2" else {})
 
 
@@ -57,9 +68,13 @@ def into_words(nibbles: Array, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
 
 def pack(form: str, name: str, nibbles: Array, zeros: Array, scales: Array) -> dict[str, Array]:
     """One matrix: nibbles [N, K], zero points and scales [N, K / GROUP], as `form` stores them."""
-    if form == "compressed-tensors":
+    if form.startswith("compressed-tensors"):
         shape = np.array(nibbles.shape, np.int64)
-        return {"weight_packed": into_words(nibbles), "weight_scale": scales, "weight_shape": shape}
+        parts = {"weight_packed": into_words(nibbles), "weight_scale": scales, "weight_shape": shape}
+        if form.endswith("asymmetric"):
+            padded = np.pad(zeros, ((0, -len(zeros) % 8), (0, 0)))
+            parts["weight_zero_point"] = into_words(padded.T.copy()).T.copy()
+        return parts
     if form.startswith("gptq"):
         stored = zeros if form == "gptq_v2" else (zeros - 1) % 16
         order = np.arange(nibbles.shape[1], dtype=np.int32) // GROUP
@@ -126,7 +141,7 @@ def test_integers_arrive_unchanged(form: str, make: Make, tmp_path: Path) -> Non
     bundle = build_target(BuildRequest(directory, tmp_path / "bundle"))
     plan = bundle.manifest.precision_plan
     assert plan.group_size == GROUP
-    asymmetric = form in ("gptq_v2", "gptq_asymmetric", "awq")
+    asymmetric = form in ("compressed-tensors_asymmetric", "gptq_v2", "gptq_asymmetric", "awq")
     assert plan.zero_points == (("experts", "gdn", "shared_expert") if asymmetric else ())
     held = BundleTensors(WeightStore(bundle))
     for name in ("model.layers.0.mlp.shared_expert.up_proj.weight", "model.layers.0.linear_attn.in_proj_z.weight"):
@@ -138,14 +153,23 @@ def test_integers_arrive_unchanged(form: str, make: Make, tmp_path: Path) -> Non
         np.testing.assert_array_equal(held[experts + "down_proj"][expert], parts[2])
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "gptq_asymmetric", "awq"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "compressed-tensors_asymmetric", "gptq_asymmetric", "awq"])
 def test_a_decode_is_that_of_the_same_weights_in_float(form: str, make: Make, tmp_path: Path) -> None:
     """The INT4 operators, with zero points or without, against a float32 bundle of the dequantised weights."""
     directory, truth = make(form)
     floats = tmp_path / "floats"
     shutil.copytree(directory, floats)
     kept = load_file(directory / "model.safetensors")
-    parts = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape")
+    parts = (
+        "qweight",
+        "qzeros",
+        "scales",
+        "g_idx",
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+        "weight_zero_point",
+    )
     save_file({n: t for n, t in kept.items() if not n.endswith(parts)} | truth, floats / "model.safetensors")
     config = json.loads((floats / "config.json").read_text())
     del config["quantization_config"]
@@ -211,7 +235,13 @@ UP = "model.layers.0.mlp.shared_expert.up_proj."
         (
             "compressed-tensors",
             lambda t, c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(symmetric=False),
-            r"config_groups.group_0.weights.symmetric is False",
+            r"has weight_packed, weight_scale, weight_shape but no weight_zero_point",
+        ),
+        ("compressed-tensors_asymmetric", lambda t, c: t.update({DOWN + "weight_zero_point": t[DOWN + "weight_zero_point"][1:]}), r"weight_zero_point is I32 \[7, 1\], not I32 \[8, 1\]"),
+        (
+            "compressed-tensors",
+            lambda t, c: c["quantization_config"]["config_groups"].update(other={"weights": {"num_bits": 4, "symmetric": False, "group_size": GROUP}}),
+            "has symmetric and asymmetric groups",
         ),
         ("awq", lambda t, c: c["quantization_config"].update(quant_method="bitsandbytes"), "quant_method is 'bitsandbytes'"),
         ("awq", lambda t, c: c.pop("quantization_config"), r"holds INT4 weights \(\S*weight\), but"),
