@@ -24,7 +24,7 @@ from serve_support import RunningServer, nano, nano_slots
 from clover.runtime.clover import Clover
 from clover.runtime.server import chat, messages, responses
 from clover.runtime.server.generation import Ended, Piece, Usage, collect
-from clover.runtime.server.request import Ask
+from clover.runtime.server.request import Ask, CompletionRequest
 from clover.runtime.text.chat_template import ChatTemplate
 from clover.runtime.text.reply import Finished, ReplyEvent
 
@@ -84,7 +84,7 @@ def without_ids(value: Any) -> Any:
 
 
 def check_chat(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Sequence[ReplyEvent]]) -> None:
-    request = chat.ChatRequest(ask(), "nano", True, True, False)
+    request = CompletionRequest(ask(), "nano", True, True, False)
     chunks = play(chat.stream(request, Played(pieces), None))  # type: ignore[arg-type]
     state = ChatCompletionStreamState()
     seen = 0

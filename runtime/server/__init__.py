@@ -3,7 +3,7 @@
 settings.py    flags and clover.toml          serve.py     from settings to a listening process
 app.py         routes and response plumbing   guard.py     request ids, hosts, keys, one log line a request
 body.py        bytes to checked JSON          fields.py    fields taken by name; what is left is refused
-request.py     decode options every dialect shares
+request.py     fields the dialects share        chunks.py    what OpenAI's chat and text completions share in replies
 service.py     prompts to jobs                generation.py  jobs to events
 tools.py       a request's tools             schema.py    strict schemas
 forms.py       replies that follow a JSON schema    fill.py    templates and decisions, Clover's own two paths

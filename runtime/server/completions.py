@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from clover.runtime.decoder import TokenInfo
 from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
-from clover.runtime.server.chat import step_json, stream_fields, token_limit, usage_json
-from clover.runtime.server.errors import ApiError
+from clover.runtime.server.chunks import chunk_stream, logprob_json, token_text, usage_json
 from clover.runtime.server.fields import Fields, whole_number
-from clover.runtime.server.generation import Choice, Ended, Generation, Usage
+from clover.runtime.server.generation import Choice, Ended, Generation, Piece, Usage
 from clover.runtime.server.parts import new_id
 from clover.runtime.server.request import (
-    MAX_CHOICES,
     Ask,
-    decode_fields,
-    logit_bias,
-    renamed,
-    stop_strings,
-    timeout_field,
+    CompletionRequest,
+    choices_field,
+    denoise_field,
+    named,
+    shared_fields,
+    stream_fields,
 )
 from clover.runtime.server.service import Service
 from clover.runtime.text.stream_parser import ContentDelta
@@ -31,45 +29,31 @@ from clover.runtime.text.tokenizer import Tokenizer
 MAX_PROMPTS = 16
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
-    """A checked request."""
-
-    ask: Ask
-    model: str
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-
-
 def parse(body: Any, service: Service) -> CompletionRequest:
     """Raises RequestError or ApiError for the first field that can't be honoured."""
     f = Fields(body)
-    model = service.check_model(f)
-    given = decode_fields(f)
-    given["logit_bias"], given["stop"] = logit_bias(f), stop_strings(f)
-    limit_name, given["max_new_tokens"] = token_limit(f, "max_tokens")
+    shared = shared_fields(f, service, "max_tokens")
     alternatives = f.integer("logprobs", 0, 20)
-    given["logprobs"] = alternatives or 0
     stream, include_usage = stream_fields(f)
-    steps = f.boolean("stream_denoise")
-    if steps and not stream:
-        raise f.refuse("stream_denoise", "needs stream: true.")
-    choices = f.integer("n", 1, MAX_CHOICES) or 1
+    steps, choices = denoise_field(f, stream), choices_field(f)
     f.only("best_of", choices, why="replies are not ranked.")
     f.only("echo", False, why="the prompt is not repeated.")
     f.only("suffix", "", why="text is not inserted before a suffix.")
     f.labels("user")
     prompts = _prompts(f.need("prompt"), service.tokenizer)
-    timeout = timeout_field(f, service.settings.request_timeout)
-    use_cache = f.boolean("cache_prompt", True)
     f.close()
-    try:
-        options = service.engine.options(**given)
-    except RequestError as error:
-        raise renamed(error, {"max_new_tokens": limit_name}) from None
-    ask = Ask(prompts, options, "prompt", choices=choices, steps=steps, timeout=timeout, use_cache=use_cache)
-    return CompletionRequest(ask, model, stream, include_usage, alternatives is not None)
+    with named({"max_new_tokens": shared.limit_name}):
+        options = service.engine.options(**shared.given, logprobs=alternatives or 0)
+    ask = Ask(
+        prompts,
+        options,
+        "prompt",
+        choices=choices,
+        steps=steps,
+        timeout=shared.timeout,
+        use_cache=shared.use_cache,
+    )
+    return CompletionRequest(ask, shared.model, stream, include_usage, alternatives is not None)
 
 
 def _prompts(given: Any, tokenizer: Tokenizer) -> list[list[int]]:
@@ -116,39 +100,38 @@ def _item(index: int, text: str, reason: str | None, logprobs: dict[str, Any] | 
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-async def stream(request: CompletionRequest, generation: Generation, tokenizer: Tokenizer) -> AsyncIterator[bytes]:
+def stream(request: CompletionRequest, generation: Generation, tokenizer: Tokenizer) -> AsyncIterator[bytes]:
     """The response as server-sent events."""
-    head = _head(request.model)
-    if request.include_usage:
-        head["usage"] = None
-    logprobs = [_Logprobs(tokenizer) for _ in range(generation.choices)]
-    waiting: list[list[TokenInfo]] = [[] for _ in range(generation.choices)]
-    try:
-        async for item in generation:
-            if item is None:
-                yield sse.WAITING
-                continue
-            parts: list[bytes] = []
-            text, reason = "", None
-            if isinstance(item, Ended):
-                reason = item.reason
-            else:
-                for step in item.steps:
-                    denoise = step_json(step, item.choice, tokenizer)
-                    parts.append(sse.data({**head, "choices": [], "denoise": denoise}))
-                text = "".join(e.text for e in item.events if isinstance(e, ContentDelta))
-                waiting[item.choice] += item.tokens if request.logprobs else ()
-            if text or reason:
-                taken = logprobs[item.choice].take(waiting[item.choice]) if request.logprobs else None
-                waiting[item.choice] = []
-                parts.append(sse.data({**head, "choices": [_item(item.choice, text, reason, taken)]}))
-            yield b"".join(parts)
-    except ApiError as error:
-        yield sse.data(error.body("openai"))
-        return
-    if request.include_usage:
-        yield sse.data({**head, "choices": [], "usage": usage_json(generation.usage)})
-    yield sse.DONE
+
+    def writer(head: Mapping[str, Any], index: int) -> _Writer:
+        return _Writer(head, index, _Logprobs(tokenizer) if request.logprobs else None)
+
+    return chunk_stream(request, generation, _head(request.model), writer, tokenizer)
+
+
+class _Writer:
+    """The chunks of one choice."""
+
+    def __init__(self, head: Mapping[str, Any], index: int, logprobs: _Logprobs | None) -> None:
+        self._head, self._index, self._logprobs = head, index, logprobs
+        self._waiting: list[TokenInfo] = []  # their log-probabilities go out with the next text
+
+    def begin(self) -> bytes:
+        return b""
+
+    def piece(self, piece: Piece) -> bytes:
+        if self._logprobs:
+            self._waiting += piece.tokens
+        text = "".join(event.text for event in piece.events if isinstance(event, ContentDelta))
+        return self._chunk(text, None) if text else b""
+
+    def end(self, end: Ended) -> bytes:
+        return self._chunk("", end.reason)
+
+    def _chunk(self, text: str, reason: str | None) -> bytes:
+        logprobs = self._logprobs.take(self._waiting) if self._logprobs else None
+        self._waiting = []
+        return sse.data({**self._head, "choices": [_item(self._index, text, reason, logprobs)]})
 
 
 class _Logprobs:
@@ -159,17 +142,17 @@ class _Logprobs:
         self._offset = 0
 
     def take(self, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-        texts = [self._text(t.id) for t in tokens]
+        texts = [token_text(t.id, self._tokenizer) for t in tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [max(t.logprob, -9999.0) for t in tokens],
-            "top_logprobs": [{self._text(i): max(p, -9999.0) for i, p in t.alternatives} for t in tokens],
+            "token_logprobs": [logprob_json(t.logprob) for t in tokens],
+            "top_logprobs": [self._best(t) for t in tokens],
             "text_offset": offsets,
         }
 
-    def _text(self, id_: int) -> str:
-        return self._tokenizer.decode([id_], keep_control_tokens=True)
+    def _best(self, token: TokenInfo) -> dict[str, float]:
+        return {token_text(id_, self._tokenizer): logprob_json(logprob) for id_, logprob in token.alternatives}

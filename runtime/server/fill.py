@@ -6,14 +6,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clover.runtime.errors import RequestError
 from clover.runtime.forms.fill import decision_forms, decision_prompt
 from clover.runtime.forms.template import Form, parse_template
-from clover.runtime.server.chat import token_limit, usage_json
+from clover.runtime.server.chunks import usage_json
 from clover.runtime.server.fields import Fields
 from clover.runtime.server.generation import Choice, Usage
 from clover.runtime.server.parts import new_id
-from clover.runtime.server.request import Ask, decode_fields, renamed, thinking_flag, timeout_field
+from clover.runtime.server.request import Ask, SharedFields, named, shared_fields, thinking_flag
 from clover.runtime.server.service import Service
 from clover.runtime.server.tools import Tools
 
@@ -33,17 +32,17 @@ class FormRequest:
 def parse_fill(body: Any, service: Service) -> FormRequest:
     """Raises RequestError or ApiError for the first field that can't be honoured."""
     f = Fields(body)
-    model = service.check_model(f)
+    shared = shared_fields(f, service, "max_tokens", stop=None)
     template, messages = f.need("template"), f.need("messages")
     thinking = thinking_flag(f)
     form = parse_template(template)
-    return FormRequest(_ask(f, service, form, messages, thinking, "messages"), model, "form", "values")
+    return FormRequest(_ask(f, service, shared, form, messages, thinking), shared.model, "form", "values")
 
 
 def parse_decide(body: Any, service: Service) -> FormRequest:
     """Raises RequestError or ApiError for the first field that can't be honoured."""
     f = Fields(body)
-    model = service.check_model(f)
+    shared = shared_fields(f, service, "max_tokens", stop=None)
     document, questions = f.need("document"), f.need("questions")
     if not isinstance(document, str) or _broken(document):
         raise f.refuse("document", "must be a text of valid Unicode.")
@@ -52,27 +51,30 @@ def parse_decide(body: Any, service: Service) -> FormRequest:
     )
     ((names, form),) = decision_forms(questions, together=True)
     messages = [{"role": "user", "content": decision_prompt(document, names)}]
-    return FormRequest(_ask(f, service, form, messages, None, "document"), model, "decision", "answers")
+    ask = _ask(f, service, shared, form, messages, None, "document")
+    return FormRequest(ask, shared.model, "decision", "answers")
 
 
-def _ask(f: Fields, service: Service, form: Form, messages: Any, thinking: bool | None, field: str) -> Ask:
-    """Takes the fields that both paths share."""
-    given = decode_fields(f)
-    limit_name, given["max_new_tokens"] = token_limit(f, "max_tokens")
-    timeout = timeout_field(f, service.settings.request_timeout)
-    use_cache = f.boolean("cache_prompt", True)
+def _ask(
+    f: Fields,
+    service: Service,
+    shared: SharedFields,
+    form: Form,
+    messages: Any,
+    thinking: bool | None,
+    field: str = "messages",
+) -> Ask:
+    """Takes the fields left that both paths share, and refuses the rest."""
     f.only("stream", False, why="a form's reply comes whole.")
     f.labels(*LABELS)
     f.close()
-    try:
-        ask = service.form_ask(messages, form, given, limit_name, Tools(), thinking, field)
-    except RequestError as error:
-        # the tokenizer calls every text the prompt; and what is wrong in a decision's message comes from its questions
-        names = {"prompt": form.field}
-        if field == "document" and error.field.startswith("messages"):
-            names[error.field] = form.field
-        raise renamed(error, names) from None
-    return replace(ask, timeout=timeout, use_cache=use_cache)
+    # the tokenizer calls every text the prompt; and what is wrong in a decision's message comes from its questions
+    names = {"prompt": form.field}
+    if field == "document":
+        names |= {"messages": form.field, "messages[0].content": form.field}
+    with named(names):
+        ask = service.form_ask(messages, form, shared.given, shared.limit_name, Tools(), thinking, field)
+    return replace(ask, timeout=shared.timeout, use_cache=shared.use_cache)
 
 
 def _broken(text: str) -> bool:

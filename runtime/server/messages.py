@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
-from clover.runtime.server.chat import token_limit
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
 from clover.runtime.server.generation import Choice, Ended, Generation, Usage
 from clover.runtime.server.message_input import chat_messages
 from clover.runtime.server.parts import Move, Part, Parts, new_id
-from clover.runtime.server.request import (
-    Ask,
-    decode_fields,
-    logit_bias,
-    renamed,
-    stop_strings,
-    thinking_flag,
-    timeout_field,
-)
+from clover.runtime.server.request import Ask, named, shared_fields, thinking_flag
 from clover.runtime.server.service import Service
 from clover.runtime.server.tools import Tools
 
@@ -40,58 +30,36 @@ class MessageRequest:
 def parse(body: Any, service: Service) -> MessageRequest:
     """Raises RequestError or ApiError for the first field that can't be honoured."""
     f = Fields(body)
-    model = service.check_model(f)
-    given = decode_fields(f)
-    given["logit_bias"], given["stop"] = logit_bias(f), stop_strings(f, "stop_sequences")
-    _, given["max_new_tokens"] = token_limit(f, "max_tokens")
-    if given["max_new_tokens"] is None:
+    shared = shared_fields(f, service, "max_tokens", stop="stop_sequences")
+    if shared.given["max_new_tokens"] is None:
         raise f.refuse("max_tokens", "is missing; give the longest reply in tokens.")
     stream = f.boolean("stream")
-    timeout = timeout_field(f, service.settings.request_timeout)
-    use_cache = f.boolean("cache_prompt", True)
     f.only("service_tier", "auto", "standard_only", why="there is one tier.")
     f.labels("metadata")
-    prompt = _prompt(f, service)
-    try:
-        options = service.engine.options(**given)
-    except RequestError as error:
-        raise renamed(error, {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}) from None
-    ask = Ask(
-        [prompt.ids],
-        options,
-        "messages",
-        tools=prompt.tools,
-        parse_thinking=True,
-        starts_in_thinking=prompt.opens_thinking,
-        timeout=timeout,
-        use_cache=use_cache,
-    )
-    return MessageRequest(ask, model, stream)
+    messages, tools, thinking = _prompt_fields(f)
+    with named({"max_new_tokens": "max_tokens", "stop": "stop_sequences"}):
+        ask = service.chat_ask(messages, shared.given, tools, thinking)
+    ask = replace(ask, timeout=shared.timeout, use_cache=shared.use_cache)
+    return MessageRequest(ask, shared.model, stream)
 
 
 def count_tokens(body: Any, service: Service) -> dict[str, int]:
     """The answer of /v1/messages/count_tokens."""
     f = Fields(body)
     service.check_model(f)
-    return {"input_tokens": len(_prompt(f, service).ids)}
+    messages, tools, thinking = _prompt_fields(f)
+    ids, _ = service.chat_prompt(messages, tools.shown, thinking)
+    return {"input_tokens": len(ids)}
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    ids: list[int]
-    tools: Tools
-    opens_thinking: bool
-
-
-def _prompt(f: Fields, service: Service) -> _Prompt:
-    """What the fields that make the prompt come to. Refuses every field left."""
+def _prompt_fields(f: Fields) -> tuple[list[dict[str, Any]], Tools, bool | None]:
+    """(chat messages, tools, whether to think): what makes the prompt. Refuses every field left."""
     thinking = _thinking(f)
     tools = _tools(f)
     f.labels("cache_control")  # the conversation cache needs no hints
     messages = chat_messages(f.need("messages"), f.take("system"))
     f.close()
-    ids, opens_thinking = service.chat_prompt(messages, tools.shown, thinking)
-    return _Prompt(ids, tools, opens_thinking)
+    return messages, tools, thinking
 
 
 def _thinking(f: Fields) -> bool | None:

@@ -9,20 +9,19 @@ from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.server import sse
-from clover.runtime.server.chat import LABELS, stream_fields, token_limit, tool_choice
 from clover.runtime.server.errors import ApiError
 from clover.runtime.server.fields import Fields
 from clover.runtime.server.forms import response_form
 from clover.runtime.server.generation import Ended, Generation, Usage
 from clover.runtime.server.parts import Move, Part, Parts, new_id
 from clover.runtime.server.request import (
+    LABELS,
     Ask,
-    decode_fields,
-    logit_bias,
-    renamed,
-    stop_strings,
+    named,
+    shared_fields,
+    stream_fields,
     thinking_flag,
-    timeout_field,
+    tool_choice,
 )
 from clover.runtime.server.response_input import input_messages
 from clover.runtime.server.service import Service
@@ -42,10 +41,7 @@ class ResponseRequest:
 def parse(body: Any, service: Service) -> ResponseRequest:
     """Raises RequestError or ApiError for the first field that can't be honoured."""
     f = Fields(body)
-    model = service.check_model(f)
-    given = decode_fields(f)
-    given["logit_bias"], given["stop"] = logit_bias(f), stop_strings(f)
-    limit_name, given["max_new_tokens"] = token_limit(f, "max_output_tokens")
+    shared = shared_fields(f, service, "max_output_tokens")
     stream, include_usage = stream_fields(f)
     if include_usage:
         raise f.refuse("stream_options", "has no include_usage here; the last event always holds the usage.")
@@ -56,8 +52,6 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     tools.one_call = not f.boolean("parallel_tool_calls", True)
     instructions = f.text("instructions")
     messages = input_messages(f.need("input"), instructions)
-    timeout = timeout_field(f, service.settings.request_timeout)
-    use_cache = f.boolean("cache_prompt", True)
     metadata = f.take("metadata")  # repeated in the response, so clients must be able to read it back
     if not isinstance(metadata, dict | None):
         raise f.refuse("metadata", "must be an object.")
@@ -68,16 +62,12 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     text.close()
     _refuse_the_rest(f)
     called = tools if may_call else Tools()
-    try:
+    with named({"max_new_tokens": shared.limit_name, "messages": "input"}):
         if form is not None:
-            ask = service.form_ask(messages, form, given, limit_name, called, thinking, "input")
+            ask = service.form_ask(messages, form, shared.given, shared.limit_name, called, thinking, "input")
         else:
-            options = service.engine.options(**given)
-            ids, opens_thinking = service.chat_prompt(messages, called.shown, thinking, "input")
-            ask = Ask([ids], options, "input", tools=called, parse_thinking=True, starts_in_thinking=opens_thinking)
-    except RequestError as error:
-        raise renamed(error, {"max_new_tokens": limit_name, "messages": "input"}) from None
-    ask = replace(ask, timeout=timeout, use_cache=use_cache)
+            ask = service.chat_ask(messages, shared.given, called, thinking, "input")
+    ask = replace(ask, timeout=shared.timeout, use_cache=shared.use_cache)
     echo = {
         "instructions": instructions,
         "metadata": metadata or {},
@@ -87,9 +77,9 @@ def parse(body: Any, service: Service) -> ResponseRequest:
         "parallel_tool_calls": not tools.one_call,
         "temperature": ask.options.temperature,
         "top_p": ask.options.top_p,
-        "max_output_tokens": given["max_new_tokens"],
+        "max_output_tokens": shared.given["max_new_tokens"],
     }
-    return ResponseRequest(ask, model, stream, echo)
+    return ResponseRequest(ask, shared.model, stream, echo)
 
 
 def _refuse_the_rest(f: Fields) -> None:
@@ -99,7 +89,7 @@ def _refuse_the_rest(f: Fields) -> None:
     f.only("truncation", "disabled", why="a conversation that is too long is refused, not shortened.")
     f.only("service_tier", "auto", "default", why="there is one tier.")
     f.only("include", [], why="nothing more can be included.")
-    f.labels(*(name for name in LABELS if name != "metadata"))
+    f.labels(*LABELS)
     f.close()
 
 

@@ -80,6 +80,14 @@ class Service:
         rendered = template.render(messages, tools=tools or None, enable_thinking=thinking)
         return self.tokenizer.encode_prompt(rendered), rendered.opens_thinking
 
+    def chat_ask(
+        self, messages: Any, given: Mapping[str, Any], tools: Tools, thinking: bool | None, field: str = "messages"
+    ) -> Ask:
+        """A chat, answered in free text. Raises RequestError."""
+        options = self.engine.options(**given)
+        ids, opens_thinking = self.chat_prompt(messages, tools.shown, thinking, field)
+        return Ask([ids], options, field, tools=tools, parse_thinking=True, starts_in_thinking=opens_thinking)
+
     def start(self, ask: Ask) -> Generation:
         """Queues a request. Raises RequestError, or ApiError 429 or 503."""
         generation = Generation(self.scheduler)
