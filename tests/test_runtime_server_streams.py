@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,6 @@ from serve_support import RunningServer, WatchedSession, nano, nano_session, wai
 
 from clover.runtime.clover import Clover
 from clover.runtime.server import generation
-from clover.runtime.server.sse import EventStream
 
 CHAT = "/v1/chat/completions"
 QUESTION = [{"role": "user", "content": "Repeat: Elm"}]
@@ -93,22 +91,3 @@ def test_a_dead_scheduler_is_told_by_health_and_nobody_waits_for_it(
     wait_until(lambda: server.http.get("/health").status_code == 503)
     assert server.http.get("/ready").status_code == 503
     assert server.http.post(CHAT, json={"messages": QUESTION}).status_code == 503
-
-
-def test_a_client_that_does_not_read_is_given_up() -> None:
-    ends: list[bool] = []
-
-    async def events() -> AsyncIterator[bytes]:
-        for _ in range(100):
-            yield b"data: {}\n\n"
-
-    async def stuck(_: Any) -> None:
-        await asyncio.sleep(60)
-
-    async def receive() -> Any:
-        await asyncio.sleep(60)
-
-    stream = EventStream(events(), lambda: ends.append(True), 0.05)
-    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
-    asyncio.run(asyncio.wait_for(stream(scope, receive, stuck), 20))
-    assert ends == [True]

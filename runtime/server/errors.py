@@ -9,6 +9,7 @@ from clover.runtime.errors import CloverError, RequestError
 from clover.runtime.scheduler.job import Outcome
 
 Dialect = Literal["openai", "anthropic"]
+ClientFault = Literal["slow", "gone"]  # it could not keep up with its reply; it left
 
 # status → (OpenAI's type, Anthropic's type)
 _TYPES = {
@@ -71,10 +72,12 @@ def api_error(error: CloverError) -> ApiError:
     return ApiError(500, str(error))
 
 
-def outcome_error(outcome: Outcome | Literal["slow"]) -> ApiError:
+def outcome_error(outcome: Outcome | ClientFault) -> ApiError:
     """Why a reply ended before its end."""
     if outcome == "slow":
         return ApiError(408, "the client read its reply too slowly, so it was given up.", code="slow_client")
+    if outcome == "gone":
+        return ApiError(408, "the client went away.")
     if outcome == "deadline":
         return ApiError(504, "the request ran into its deadline before the reply was complete.", code="deadline")
     if outcome == "shutdown":

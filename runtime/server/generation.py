@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from clover.runtime.decoder import DecodeEvent, Decoder, StepEvent, TokenInfo
 from clover.runtime.scheduler.job import Job, Outcome
 from clover.runtime.scheduler.scheduler import Scheduler
-from clover.runtime.server.errors import outcome_error
+from clover.runtime.server.errors import ClientFault, outcome_error
 from clover.runtime.server.parts import Parts
 from clover.runtime.text.finish import FinishReason
 from clover.runtime.text.function_calls import FunctionArgumentsDelta
@@ -71,9 +71,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A choice ended before its reply did. `slow`: its client could not keep up with it."""
+    """A choice ended before its reply did."""
 
-    outcome: Outcome | Literal["slow"]
+    outcome: Outcome | ClientFault
 
 
 class Generation:
@@ -155,6 +155,8 @@ class Generation:
             self._seen.append(item)
 
     async def _next(self) -> Piece | Ended | Broken | None:
+        if not self._queue.empty():
+            return self._queue.get_nowait()
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 return await self._queue.get()
@@ -178,6 +180,10 @@ class Generation:
         elif item is not None and (item.tokens or item.events) and self.first_token is None:
             self.first_token = time.monotonic()
         return item
+
+    def give_up(self) -> None:
+        """Ends the stream of items: nobody reads them any more."""
+        self._queue.put_nowait(Broken("gone"))
 
     def close(self) -> None:
         """Cancels what is still running."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-log = logging.getLogger("clover.server")
 WAITING = b": waiting\n\n"  # a comment: clients skip it, proxies see that the connection lives
 DONE = b"data: [DONE]\n\n"
 
@@ -32,21 +29,18 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Streams events and calls `at_end`, however the stream ends. A client that takes nothing for `seconds` is given up."""
+    """Streams events and calls `at_end`, however the stream ends. Whoever makes it watches for the client to leave."""
 
-    def __init__(self, events: AsyncIterator[bytes], at_end: Callable[[], None], seconds: float) -> None:
+    def __init__(self, events: AsyncIterator[bytes], at_end: Callable[[], None]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._at_end, self._seconds = at_end, seconds
+        self._events, self._at_end = events, at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._seconds):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, send_in_time)
-        except TimeoutError:  # the connection is closed without the last chunk, so the client can tell
-            log.warning("a client did not read its stream for %g s; closed", self._seconds)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
         finally:
             self._at_end()
