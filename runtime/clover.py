@@ -62,6 +62,7 @@ class Clover:
         self._closed = False
         self._step_times: dict[tuple[int, float], StepTimesSeen] = {}  # by block size and threshold
         self._vocabulary: Vocabulary | None = None  # of forms
+        self._vocab_size = bundle.manifest.config.vocab_size  # asked for on every call; the manifest reads it anew each time
 
     @classmethod
     def load(
@@ -222,7 +223,7 @@ class Clover:
                 "block_size",
                 f"block_size is {options.block_size}; this bundle was built for {', '.join(map(str, sizes))}.",
             )
-        vocab = self.bundle.manifest.config.vocab_size
+        vocab = self._vocab_size
         for token in options.logit_bias:
             if not 0 <= token < vocab:
                 raise RequestError("logit_bias", f"logit_bias names token {token}; ids go from 0 to {vocab - 1}.")
@@ -230,12 +231,12 @@ class Clover:
 
     def decoder(self, prompt: Sequence[int], options: DecodeOptions, field: str = "prompt") -> Decoder:
         """A decoder for a prompt of token ids. Raises RequestError when the prompt can't be decoded."""
-        manifest, config = self.bundle.manifest, self.bundle.manifest.config
+        manifest, vocab = self.bundle.manifest, self._vocab_size
         if not prompt:
             raise RequestError(field, f"{field} holds no tokens; give at least one.")
-        for token in prompt:
-            if not 0 <= token < config.vocab_size:
-                raise RequestError(field, f"{field} holds token {token}; ids go from 0 to {config.vocab_size - 1}.")
+        if (low := min(prompt)) < 0 or max(prompt) >= vocab:
+            wrong = low if low < 0 else max(prompt)
+            raise RequestError(field, f"{field} holds token {wrong}; ids go from 0 to {vocab - 1}.")
         check_prompt(prompt, manifest.mask_token_id, field)
         room = self.session.max_context - len(prompt)
         if room < 1:
@@ -246,7 +247,7 @@ class Clover:
         limit = min(options.max_new_tokens or room, room)
         common: dict[str, Any] = {
             "eos_ids": manifest.eos_token_ids,
-            "vocab_size": config.vocab_size,
+            "vocab_size": vocab,
             "limit": limit,
             "thinking_ids": self._thinking_ids(),
         }
