@@ -5,7 +5,7 @@ against transformers' generate on the same checkpoint and llama.cpp on the bundl
     python benchmarks/decode.py --checkpoint FULL_WIDTH --bundle BUNDLE --tokens-per-step 8 --no-transformers
 
 With `--tokens-per-step N` (for random weights, whose confidence means nothing) every step fills N positions. Prints
-medians with their spread, ratios, where a step's time goes, and Python's share; --json for machines.
+medians with their spread, ratios, where a step's time goes, what a layer takes of it, and Python's share; --json for machines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +31,14 @@ from llamacpp import LlamaCpp
 from clover import Clover
 from clover.engines.build import BuildRequest, build_target
 from clover.engines.bundle import Bundle
+from clover.engines.trace.profile import part_times
 from clover.runtime.fill import FillDecoder
 from clover.runtime.loop import StepTimes, decode
 from clover.runtime.options import DecodeOptions
-from clover.runtime.session import Floats, Ints
+from clover.runtime.session import Floats, Ints, SequenceRows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PARTS = {"embed": "embed", "head": "head", "rows": "rows and rope", "rope": "rows and rope"}
+LAYER_PARTS = ("GDN", "attention", "routing", "experts", "shared expert")
 
 
 @dataclass
@@ -122,49 +122,22 @@ class Transformers:
 
 
 def step_parts(bundle: Bundle, rows: int, commit: int, threads: int | None) -> dict[str, float]:
-    """Share of a step spent in each part of the model, from ONNX Runtime's profile (best of several runs a node)."""
-    import onnxruntime as ort
+    """Milliseconds of a step in each part of the model, from ONNX Runtime's profile (best of several runs a node)."""
+    rng = np.random.default_rng(0)
+    vocab = bundle.manifest.config.vocab_size - 8
 
-    from clover.runtime import ort_session
-    from clover.runtime.session import SequenceRows
+    def tokens(n: int) -> Ints:
+        return rng.integers(4, vocab, n)
 
-    with tempfile.TemporaryDirectory() as folder:
-        original = ort.SessionOptions
+    before = SequenceRows(0, tokens(64), 64, np.array([63]))
+    asked = np.arange(max(commit, 1) - (rows == commit), rows)
+    step = SequenceRows(0, tokens(rows), commit, asked, coreset_top_p=0.9)
+    return part_times(bundle, [before, step], max_context=512, threads=threads, repeats=8)[1]
 
-        def profiled() -> Any:
-            options = original()
-            options.enable_profiling, options.profile_file_prefix = True, str(Path(folder) / "profile")
-            return options
 
-        ort_session.ort.SessionOptions = profiled
-        try:
-            session = ort_session.OrtSession(bundle.graph_bytes, bundle.directory, max_context=512, threads=threads)
-        finally:
-            ort_session.ort.SessionOptions = original
-        rng = np.random.default_rng(0)
-        vocab = bundle.manifest.config.vocab_size - 8
-
-        def tokens(n: int) -> Ints:
-            return rng.integers(4, vocab, n)
-
-        session.step([SequenceRows(0, tokens(64), 64, np.array([63]))])
-        step = SequenceRows(
-            0, tokens(rows), commit, np.arange(max(commit, 1) - (rows == commit), rows), coreset_top_p=0.9
-        )
-        for _ in range(8):
-            session.step([step])
-        events = json.loads(Path(session._session.end_profiling()).read_text())
-    begin = sorted(e["ts"] for e in events if e["name"] == "model_run")[1]
-    best: dict[str, float] = {}
-    for event in events:
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= begin:
-            best[event["name"]] = min(best.get(event["name"], 1e12), event["dur"])
-    parts: Counter[str] = Counter()
-    for name, duration in best.items():
-        words = name.split(".")
-        parts[words[2] if words[0] == "layers" else PARTS.get(words[0], "rows and rope")] += duration
-    total = sum(parts.values())
-    return {name: duration / total for name, duration in parts.most_common()}
+def layer_ms(parts: dict[str, float], layers: int) -> float:
+    """Of a step's time, what one layer takes in the mean."""
+    return sum(ms for part, ms in parts.items() if part in LAYER_PARTS) / layers
 
 
 def prompts(engine: Clover, checkpoint: Path, count: int) -> list[list[int]]:
@@ -264,6 +237,8 @@ def main() -> None:
         f"commit and preview, {2 * block} rows": step_parts(engine.bundle, 2 * block, block, args.threads),
         "autoregressive, 1 row": step_parts(engine.bundle, 1, 1, args.threads),
     }
+    layers = engine.bundle.manifest.config.num_hidden_layers
+    a_layer = {name: layer_ms(step, layers) for name, step in parts.items()}
     conditions = {
         "model": engine.bundle.manifest.model.name,
         "precision": engine.bundle.manifest.precision["classes"]["experts"],
@@ -277,7 +252,7 @@ def main() -> None:
         "llama_cpp_python": peer.version if peer else None,
     }
     if args.json:
-        print(json.dumps({"conditions": conditions, "modes": table, "parts": parts}, indent=1))
+        print(json.dumps({"conditions": conditions, "modes": table, "parts_ms": parts, "layer_ms": a_layer}, indent=1))
         return
     print(", ".join(f"{k} {v}" for k, v in conditions.items()))
     print(
@@ -292,8 +267,12 @@ def main() -> None:
             f"{row['against_autoregressive']:>8.2f}{against:>8}{llama:>8}{row['python_ms_per_step']:>11.3f}"
             f"{100 * row['python_share']:>7.1f}%{row['first_token_ms']:>10.1f}"
         )
-    for name, shares in parts.items():
-        print(f"{name}: " + ", ".join(f"{part} {100 * share:.0f} %" for part, share in shares.items()))
+    for name, step in parts.items():
+        shares = sorted(((ms / sum(step.values()), part) for part, ms in step.items()), reverse=True)
+        print(f"{name}: " + ", ".join(f"{part} {100 * share:.0f} %" for share, part in shares))
+    single = a_layer["autoregressive, 1 row"]
+    told = ", ".join(f"{name} {ms:.2f} ms ({ms / single:.1f} x)" for name, ms in a_layer.items())
+    print(f"a layer: {told}")
 
 
 if __name__ == "__main__":
