@@ -28,8 +28,9 @@ from clover.engines.tensorrt.request import EngineShapes
 from clover.engines.tensorrt.target import GpuBuild, build_gpu_parts
 from clover.exporter.config import ModelConfig
 from clover.exporter.precision import PrecisionPlan, plan_precision
+from clover.exporter.store_layout import StoreEntry
 from clover.exporter.store_plan import DENSE_FILE, store_plan
-from clover.exporter.store_writer import StoreEntry, StoreWriter
+from clover.exporter.store_writer import StoreWriter
 from clover.exporter.weight_index import read_weight_index
 
 PIECE = 2**24  # elements written at a time

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,96 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from clover.exporter.config import ModelConfig, read_json
-from clover.exporter.prequantized import (
-    INSTEAD,
-    PACKED,
-    PackedMatrix,
-    PackedRows,
-    SourceFormat,
-    collect,
-    concatenate,
-    read_format,
-)  # fmt: skip
-from clover.exporter.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorInfo
+from clover.exporter.model_tensors import EMBEDDING, HEAD, Shape, canonical, expected_tensors, mismatches
+from clover.exporter.prequantized import PackedMatrix, PackedRows, SourceFormat, collect, read_format
 from clover.exporter.shards import listed, open_shards
+from clover.exporter.stored_tensor import (
+    CHUNK_BYTES,
+    Floats,
+    Rows,
+    StoredTensor,
+    read_float,
+    read_rows,
+    stack_rows,
+    to_float,
+)
 from clover.runtime.errors import CheckpointError
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-IGNORED_PREFIXES = ("mtp.", "visual.", "model.mtp.", "model.visual.")
-CHUNK_BYTES = 16 * 2**20  # converted at a time, so that only one float32 copy of a tensor exists
-CHECKED = 2**18  # numbers checked at a time, so that the temporary fits the cache
+__all__ = ["Checkpoint", "Rows", "expected_tensors", "to_float"]
+
 SAMPLE_BYTES = 2048
-
-Floats = npt.NDArray[np.float32]
-Rows = npt.NDArray[Any] | PackedRows  # float32, bfloat16 as it is stored, or INT4 as it is stored
-Shape = tuple[int, ...]
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Canonical name → shape of every tensor of the model; without `lm_head.weight` when the head is tied."""
-    c = config
-    hidden, heads, kv_heads = c.hidden_size, c.num_attention_heads, c.num_key_value_heads
-    gdn: dict[str, Shape] = {
-        "in_proj_qkv.weight": (c.conv_channels, hidden),
-        "in_proj_z.weight": (c.value_width, hidden),
-        "in_proj_b.weight": (c.linear_num_value_heads, hidden),
-        "in_proj_a.weight": (c.linear_num_value_heads, hidden),
-        "conv1d.weight": (c.conv_channels, 1, c.linear_conv_kernel_dim),
-        "conv_right_weight": (c.conv_channels, c.conv_history),
-        "A_log": (c.linear_num_value_heads,),
-        "dt_bias": (c.linear_num_value_heads,),
-        "bd_softmax_logit_scale": (c.linear_num_value_heads,),
-        "bd_softmax_history_bias": (c.linear_num_value_heads,),
-        "bd_softmax_history_c": (c.linear_num_value_heads,),
-        "norm.weight": (c.linear_value_head_dim,),
-        "out_proj.weight": (hidden, c.value_width),
-    }
-    attention: dict[str, Shape] = {
-        "q_proj.weight": (2 * heads * c.head_dim, hidden),  # per head: query, then output gate
-        "k_proj.weight": (kv_heads * c.head_dim, hidden),
-        "v_proj.weight": (kv_heads * c.head_dim, hidden),
-        "o_proj.weight": (hidden, heads * c.head_dim),
-        "q_norm.weight": (c.head_dim,),
-        "k_norm.weight": (c.head_dim,),
-    }
-    mlp: dict[str, Shape] = {
-        "gate.weight": (c.num_experts, hidden),
-        "experts.gate_up_proj": (c.num_experts, 2 * c.moe_intermediate_size, hidden),
-        "experts.down_proj": (c.num_experts, hidden, c.moe_intermediate_size),
-        "shared_expert.gate_proj.weight": (c.shared_expert_intermediate_size, hidden),
-        "shared_expert.up_proj.weight": (c.shared_expert_intermediate_size, hidden),
-        "shared_expert.down_proj.weight": (hidden, c.shared_expert_intermediate_size),
-        "shared_expert_gate.weight": (1, hidden),
-    }
-    out: dict[str, Shape] = {EMBEDDING: (c.vocab_size, hidden)}
-    for i, kind in enumerate(c.layer_types):
-        layer = f"model.layers.{i}."
-        room, mixer = ("linear_attn.", gdn) if kind == "linear_attention" else ("self_attn.", attention)
-        out[layer + "input_layernorm.weight"] = (hidden,)
-        out |= {f"{layer}{room}{name}": shape for name, shape in mixer.items()}
-        out[layer + "post_attention_layernorm.weight"] = (hidden,)
-        out |= {f"{layer}mlp.{name}": shape for name, shape in mlp.items()}
-    out["model.norm.weight"] = (hidden,)
-    if not c.tie_word_embeddings:
-        out[HEAD] = (c.vocab_size, hidden)
-    return out
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """One tensor as it lies in a file, under that file's name for it."""
-
-    file: SafetensorsFile
-    name: str
-
-    @property
-    def info(self) -> TensorInfo:
-        return self.file.tensors[self.name]
-
-    @property
-    def nbytes(self) -> int:
-        return self.info.nbytes
 
 
 class Checkpoint:
@@ -117,7 +43,7 @@ class Checkpoint:
         self,
         directory: Path,
         config: ModelConfig,
-        files: Mapping[str, _Stored],
+        files: Mapping[str, StoredTensor],
         packed: Mapping[str, PackedMatrix],
         form: SourceFormat | None,
     ) -> None:
@@ -125,7 +51,10 @@ class Checkpoint:
         self.config = config
         self.form = form  # of INT4 matrices
         self._files = files  # every tensor of the files by its prefix-free name
-        self._stored: Mapping[str, _Stored | PackedMatrix] = {**files, **packed}  # experts in the layout of the files
+        self._stored: Mapping[str, StoredTensor | PackedMatrix] = {
+            **files,
+            **packed,
+        }  # experts in the layout of the files
         self._expected = expected_tensors(config)
 
     @classmethod
@@ -137,9 +66,9 @@ class Checkpoint:
         directory = Path(directory)
         config = config or ModelConfig.load(directory)
         files = open_shards(directory)
-        stored, problems = _canonical(files)
+        stored, problems = canonical(files)
         packed: dict[str, PackedMatrix] = {}
-        rest: dict[str, _Stored | PackedMatrix] = dict(stored)
+        rest: dict[str, StoredTensor | PackedMatrix] = dict(stored)
         form = _source_format(directory)
         if form:
             packed, taken, faults = collect(form, stored)
@@ -151,7 +80,7 @@ class Checkpoint:
                 f"{directory} holds INT4 weights ({odd}), but its config.json has no quantization_config that says how "
                 "they are stored; download config.json again."
             )
-        problems += _mismatches(config, rest)
+        problems += mismatches(config, rest)
         if problems:
             raise listed(f"The tensors of {directory} do not make the model that its config.json describes", problems)
         checkpoint = cls(directory, config, stored, packed, form)
@@ -181,7 +110,7 @@ class Checkpoint:
         name = self._resolve(name)
         shape = self._expected[name]
         if name in self._stored:
-            return _read_float(self._stored[name]).reshape(shape)
+            return read_float(self._stored[name]).reshape(shape)
         layer = int(name.split(".")[2])
         read = self.read_expert_gate_up if name.endswith("gate_up_proj") else self.read_expert_down
         out = np.empty(shape, np.float32)
@@ -204,7 +133,7 @@ class Checkpoint:
     def rows(self, name: str, start: int, stop: int) -> Rows:
         """`read_rows` without widening: what is stored in bfloat16 or INT4 stays so."""
         name = self._resolve(name)
-        found = _read_rows(self._stored[name], start, stop)
+        found = read_rows(self._stored[name], start, stop)
         return found if isinstance(found, PackedRows) else found.reshape(-1, *self._expected[name][1:])
 
     def expert_gate_up(self, layer: int, expert: int) -> Rows:
@@ -212,18 +141,18 @@ class Checkpoint:
         self._check_expert(expert)
         base = f"model.layers.{layer}.mlp.experts."
         fused = self._stored.get(base + "gate_up_proj")
-        if isinstance(fused, _Stored):
-            return _read_rows(fused, expert)
-        return stack_rows([_read_rows(self._stored[f"{base}{expert}.{part}_proj.weight"]) for part in ("gate", "up")])
+        if isinstance(fused, StoredTensor):
+            return read_rows(fused, expert)
+        return stack_rows([read_rows(self._stored[f"{base}{expert}.{part}_proj.weight"]) for part in ("gate", "up")])
 
     def expert_down(self, layer: int, expert: int) -> Rows:
         """`read_expert_down` without widening."""
         self._check_expert(expert)
         base = f"model.layers.{layer}.mlp.experts."
         fused = self._stored.get(base + "down_proj")
-        if isinstance(fused, _Stored):
-            return _read_rows(fused, expert)
-        return _read_rows(self._stored[f"{base}{expert}.down_proj.weight"])
+        if isinstance(fused, StoredTensor):
+            return read_rows(fused, expert)
+        return read_rows(self._stored[f"{base}{expert}.down_proj.weight"])
 
     def has_zero_points(self, name: str) -> bool:
         """Whether a canonical tensor is stored in INT4 with a zero point that is not 8. Reads all of its zero points."""
@@ -255,7 +184,7 @@ class Checkpoint:
             raise KeyError(name)
         return name
 
-    def _parts(self, name: str) -> Sequence[_Stored | PackedMatrix]:
+    def _parts(self, name: str) -> Sequence[StoredTensor | PackedMatrix]:
         if name in self._stored:
             return [self._stored[name]]
         base, part = name.rsplit(".", 1)
@@ -271,7 +200,7 @@ class Checkpoint:
         head, embedding = self._stored[HEAD], self._stored[EMBEDDING]
         rows = max(1, CHUNK_BYTES // max(1, 4 * self.config.hidden_size))
         for start in range(0, self.config.vocab_size, rows):
-            if not np.array_equal(_read_float(head, start, start + rows), _read_float(embedding, start, start + rows)):
+            if not np.array_equal(read_float(head, start, start + rows), read_float(embedding, start, start + rows)):
                 raise CheckpointError(
                     f"{self.directory}: tie_word_embeddings is true, but {head.name} differs from {embedding.name}; "
                     "set tie_word_embeddings to false in config.json if the head is meant to be its own."
@@ -294,87 +223,6 @@ class _LazyTensors(Mapping[str, npt.NDArray[Any]]):
         return len(self._names)
 
 
-def to_float(rows: Rows) -> Floats:
-    """What was read without widening, as float32."""
-    return rows.dequantize() if isinstance(rows, PackedRows) else rows.astype(np.float32, copy=False)
-
-
-def stack_rows(parts: Sequence[Rows]) -> Rows:
-    """Rows under each other; in float32 when they are not stored alike."""
-    packed = [part for part in parts if isinstance(part, PackedRows)]
-    if len(packed) == len(parts):
-        return concatenate(packed)
-    same = not packed and len({part.dtype for part in parts if not isinstance(part, PackedRows)}) == 1
-    return np.concatenate([part if same else to_float(part) for part in parts])
-
-
-def _read_rows(stored: _Stored | PackedMatrix, start: int | None = None, stop: int | None = None) -> Rows:
-    """The tensor, its item `start`, or its rows `start:stop`; CheckpointError unless all are finite."""
-    if isinstance(stored, PackedMatrix):
-        return stored.read(start or 0, stop)
-    if stored.info.dtype != "BF16" or not stored.info.shape:
-        return _read_float(stored, start, stop)
-    index: int | slice = start if start is not None and stop is None else slice(start, stop)
-    values = stored.file.read_slice(stored.name, index)
-    bits = values.view(np.uint16).reshape(-1)
-    for piece in range(0, bits.size, CHECKED):
-        if (bits[piece : piece + CHECKED] & np.uint16(0x7FFF)).max() >= 0x7F80:
-            raise _not_finite(stored)
-    return values
-
-
-def _read_float(stored: _Stored | PackedMatrix, start: int | None = None, stop: int | None = None) -> Floats:
-    """The tensor, its item `start`, or its rows `start:stop`, as float32; CheckpointError unless all are finite."""
-    if isinstance(stored, PackedMatrix):
-        return stored.dequantize(start or 0, stop)
-    info = stored.info
-    if start is not None and stop is None:
-        out = _widen(stored.file.read_slice(stored.name, start))
-    elif len(info.shape) < 2 or info.nbytes <= CHUNK_BYTES:
-        index = slice(start, stop)
-        out = _widen(stored.file.read_slice(stored.name, index) if info.shape else stored.file.read(stored.name))
-    else:
-        first, last, _ = slice(start, stop).indices(info.shape[0])
-        out = np.empty((max(last - first, 0), *info.shape[1:]), np.float32)
-        rows = max(1, CHUNK_BYTES * info.shape[0] // info.nbytes)
-        for row in range(first, last, rows):
-            end = min(row + rows, last)
-            out[row - first : end - first] = _widen(stored.file.read_slice(stored.name, slice(row, end)))
-    # min and max let NaN through, and need no temporary of the tensor's size
-    if out.size and not (np.isfinite(out.min()) and np.isfinite(out.max())):
-        raise _not_finite(stored)
-    return out
-
-
-def _not_finite(stored: _Stored) -> CheckpointError:
-    return CheckpointError(
-        f"{stored.name} in {stored.file.path} holds NaN or values beyond float32's range; the file is damaged or "
-        "the training run diverged."
-    )
-
-
-def _widen(values: npt.NDArray[Any]) -> Floats:
-    if values.dtype.itemsize == 2 and values.dtype.kind != "f":  # bfloat16 is the upper half of a float32
-        return (values.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # reported by the caller, by name
-        return values.astype(np.float32, copy=False)
-
-
-def _canonical(files: Sequence[SafetensorsFile]) -> tuple[dict[str, _Stored], list[str]]:
-    """Tensors by prefix-free name, and a problem for each name that occurs twice."""
-    stored: dict[str, _Stored] = {}
-    problems = []
-    for file in files:
-        for name in file.tensors:
-            short = re.sub(r"^model\.language_model\.", "model.", name)
-            if short.startswith(IGNORED_PREFIXES):
-                continue
-            if short in stored:
-                problems.append(f"{short} is stored twice ({stored[short].file.path.name}, {file.path.name})")
-            stored[short] = _Stored(file, name)
-    return stored, problems
-
-
 def _source_format(directory: Path) -> SourceFormat | None:
     """How config.json says that INT4 matrices are stored, None when there are none."""
     root = read_json(directory / "config.json")
@@ -385,46 +233,3 @@ def _source_format(directory: Path) -> SourceFormat | None:
         return None if given is None else read_format(given)
     except ValueError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}.") from None
-
-
-def _mismatches(config: ModelConfig, stored: Mapping[str, _Stored | PackedMatrix]) -> list[str]:
-    """One line per tensor that is missing, extra, misshapen or of a dtype we do not read."""
-    expected = _in_stored_layout(config, expected_tensors(config), stored)
-    problems = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
-    if config.tie_word_embeddings:
-        expected[HEAD] = expected[EMBEDDING]  # allowed, checked to be equal
-    elif HEAD not in stored:
-        problems.append("(without lm_head.weight, tie_word_embeddings would have to be true)")
-    for name, tensor in stored.items():
-        info, shape = tensor.info, expected.get(name)
-        if shape is None:
-            problems.append(f"{name} {list(info.shape)} is not a tensor of this model")
-            continue
-        accepted = [shape]
-        if name.endswith(".conv_right_weight"):
-            accepted.append((shape[0], 1, shape[1]))
-        if info.shape not in accepted:
-            problems.append(f"{name} has shape {list(info.shape)}, not {list(shape)}")
-        if info.dtype not in (*FLOAT_DTYPES, PACKED):
-            instead = f"; {INSTEAD}" if info.dtype.startswith("F") else ""  # FP8 and FP4 releases
-            problems.append(f"{name} has dtype {info.dtype}, not one of {', '.join(FLOAT_DTYPES)}{instead}")
-    return problems
-
-
-def _in_stored_layout(
-    config: ModelConfig, expected: dict[str, Shape], stored: Mapping[str, _Stored | PackedMatrix]
-) -> dict[str, Shape]:
-    """`expected` with a layer's fused experts split one by one, for the layers that are stored so."""
-    matches = (re.match(r"(model\.layers\.\d+\.mlp\.experts\.)\d+\.", name) for name in stored)
-    apart = {match[1] for match in matches if match}
-    hidden, width = config.hidden_size, config.moe_intermediate_size
-    out: dict[str, Shape] = {}
-    for name, shape in expected.items():
-        base, part = name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]
-        if base not in apart or name in stored:
-            out[name] = shape
-            continue
-        rows = {"gate": (width, hidden), "up": (width, hidden)} if part == "gate_up_proj" else {"down": (hidden, width)}
-        for expert in range(config.num_experts):
-            out |= {f"{base}{expert}.{p}_proj.weight": s for p, s in rows.items()}
-    return out

@@ -15,41 +15,22 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from clover.exporter.disk import NO_ROOM, allocate, held_bytes, sync_directory, write_all
 from clover.exporter.safetensors_file import NUMPY_DTYPES
+from clover.exporter.store_layout import Entry, layout
 from clover.runtime.errors import CloverError
 
-ALIGNMENT = 64
-CHUNK_BYTES = 8 * 2**20
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Entry(Protocol):
-    """What the writer needs to know of a tensor. `dtype` is safetensors' name for it ("F32", "BF16", "U8")."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-@dataclass(frozen=True)
-class StoreEntry:
-    """One tensor of the file to be written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+CHUNK_BYTES = 2**20  # hashed at a time: stays in the cache
 
 
 @dataclass(frozen=True)
@@ -58,70 +39,6 @@ class _Place:
     shape: tuple[int, ...]
     offset: int  # from the start of the file
     nbytes: int
-
-
-def layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """(header bytes, name → (offset from the start of the file, size in bytes)).
-
-    The format allows no holes between tensors. So those that are a multiple of 64 bytes come first, in the given
-    order and all aligned to 64; the others follow from the most to the least divisible, each aligned to its dtype.
-    """
-    sizes = {e.name: math.prod(e.shape) * NUMPY_DTYPES[e.dtype].itemsize for e in entries}
-    if len(sizes) != len(entries):
-        raise ValueError("two entries have the same name")
-
-    def divisor(entry: Entry) -> int:
-        size = sizes[entry.name]
-        return min(size & -size, ALIGNMENT) if size else ALIGNMENT
-
-    ordered = sorted(entries, key=divisor, reverse=True)  # a stable sort
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    offset, starts = 0, {}
-    for e in ordered:
-        starts[e.name], end = offset, offset + sizes[e.name]
-        header[e.name] = {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    data = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {e.name: (data + starts[e.name], sizes[e.name]) for e in ordered}
-
-
-def file_size(entries: Sequence[Entry], metadata: Mapping[str, str]) -> int:
-    """Bytes of the finished file."""
-    header, places = layout(entries, metadata)
-    return max((offset + size for offset, size in places.values()), default=len(header))
-
-
-def check_room(files: Mapping[Path, int], beside: int = 0) -> None:
-    """Refuses, before the first byte is written, files (path → size) that don't fit together on their disk.
-
-    What an earlier run has allocated for them counts as there; `beside` is what else will be written.
-    """
-    directories = {path.parent for path in files}
-    for directory in directories:
-        directory.mkdir(parents=True, exist_ok=True)
-    needed = beside + sum(max(0, size - _held(path)) for path, size in files.items())
-    for directory in directories:
-        if needed > (free := shutil.disk_usage(directory).free):
-            raise CloverError(
-                f"{directory} has no room for {_names(files)}: {needed:,} more bytes are needed and {free:,} are free; "
-                "make room or choose another output directory."
-            )
-
-
-def _names(files: Mapping[Path, int]) -> str:
-    return " and ".join(path.name for path in files)
-
-
-def _held(path: Path) -> int:
-    """Bytes that the disk has already given to a file or its partial."""
-    held = 0
-    for place in (path, path.with_name(path.name + ".partial")):
-        with suppress(FileNotFoundError):
-            stat = place.stat()
-            held += getattr(stat, "st_blocks", 0) * 512 or stat.st_size
-    return held
 
 
 class StoreWriter:
@@ -146,8 +63,9 @@ class StoreWriter:
         self._lock = threading.Lock()
         self._hash_lock = threading.Lock()
         self._digest, self._digested = hashlib.sha256(), 0  # of the file so far, and how far
+        self._buffer = bytearray(CHUNK_BYTES)
         self._file: BinaryIO | None = None
-        self._reader: BinaryIO | None = None
+        self._reader: FileIO | None = None
         self._journal: BinaryIO | None = None
         with self._disk_errors():
             self._open()
@@ -217,7 +135,7 @@ class StoreWriter:
             self.close()
             if self._partial.exists():
                 self._partial.replace(self.path)
-            _sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
             self._journal_path.unlink(missing_ok=True)
         return self._digest.hexdigest()
 
@@ -261,7 +179,7 @@ class StoreWriter:
             return False
 
     def _check_room(self) -> None:
-        if self._size - _held(self.path) > shutil.disk_usage(self.path.parent).free:
+        if self._size - held_bytes(self.path) > shutil.disk_usage(self.path.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _lock_file(self) -> None:
@@ -302,7 +220,7 @@ class StoreWriter:
                 break
         self._journal.seek(0)
         self._journal.truncate()
-        _write_all(self._journal, intact)
+        write_all(self._journal, intact)
         return True
 
     def _start_over(self) -> None:
@@ -311,9 +229,9 @@ class StoreWriter:
         self._journal.seek(0)
         self._journal.truncate()
         self._file.truncate(0)
-        _allocate(self._file, self._size)
+        allocate(self._file, self._size)
         self._put(0, memoryview(self._header))
-        _write_all(self._journal, self._journal_head())
+        write_all(self._journal, self._journal_head())
         for name, place in self._places.items():
             if not place.nbytes:
                 self._note(name, hashlib.sha256().hexdigest())
@@ -327,7 +245,7 @@ class StoreWriter:
         if self._file is None:
             raise ValueError(f"{self.path} is closed")
         self._file.seek(offset)
-        _write_all(self._file, data)
+        write_all(self._file, data)
 
     def _hash_tensor(self, name: str) -> str:
         """A tensor's hash; the file's own goes along when it has come to this tensor, so that both take one reading."""
@@ -349,16 +267,17 @@ class StoreWriter:
         if self._reader is None:
             raise ValueError(f"{self.path} is closed")
         self._reader.seek(start)
-        while start < stop and (chunk := self._reader.read(min(stop - start, CHUNK_BYTES))):
+        view = memoryview(self._buffer)
+        while start < stop and (count := self._reader.readinto(view[: stop - start])):
             for digest in digests:
-                digest.update(chunk)
-            start += len(chunk)
+                digest.update(view[:count])
+            start += count
 
     def _note(self, name: str, digest: str) -> None:
         # No fsync: a kill keeps what was written, and after a power cut the hashes tell what was lost.
         assert self._journal is not None
         note = {"name": name, "nbytes": self._places[name].nbytes, "sha256": digest}
-        _write_all(self._journal, json.dumps(note).encode() + b"\n")
+        write_all(self._journal, json.dumps(note).encode() + b"\n")
         self._parts.pop(name, None)
         self._done.add(name)
 
@@ -374,31 +293,3 @@ class StoreWriter:
                 f"{self.path.parent} has no room for {self.path.name}: it needs {self._size:,} bytes and {free:,} are "
                 "free; make room or choose another output directory, then run the same command again."
             ) from None
-
-
-def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while len(view):  # one write takes at most 2 GiB
-        view = view[file.write(view[: 2**30]) :]
-
-
-def _allocate(file: BinaryIO, size: int) -> None:
-    """Reserves the space, so that the disk is found full now and not after hours."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-            return
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                raise
-    file.truncate(size)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename survive a power cut, where directories can be opened."""
-    with suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -17,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from clover.exporter.checkpoint import Checkpoint, Rows, to_float
+from clover.exporter.disk import check_room
 from clover.exporter.precision import Precision, PrecisionPlan, TensorClass, largest_group_size, plan_precision
 from clover.exporter.prequantized import PackedRows
 from clover.exporter.quantize import quantize_int4, quantize_int8
+from clover.exporter.store_layout import StoreEntry, file_size
 from clover.exporter.store_plan import StoreItem, store_plan
-from clover.exporter.store_writer import StoreEntry, StoreWriter, check_room, file_size
+from clover.exporter.store_writer import StoreWriter
 from clover.runtime.errors import CloverError
 
 Array = npt.NDArray[Any]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracle_support import load_oracle, tiny_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from clover.exporter import checkpoint as module
+from clover.exporter import stored_tensor as module
 from clover.exporter.checkpoint import Checkpoint, expected_tensors
 from clover.exporter.config import ModelConfig
 from clover.exporter.safetensors_file import SafetensorsFile

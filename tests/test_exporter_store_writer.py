@@ -21,7 +21,8 @@ from safetensors import safe_open
 
 from clover.exporter import store_writer
 from clover.exporter.safetensors_file import NUMPY_DTYPES, SafetensorsFile
-from clover.exporter.store_writer import StoreEntry, StoreWriter
+from clover.exporter.store_layout import StoreEntry, layout
+from clover.exporter.store_writer import StoreWriter
 from clover.runtime.errors import CloverError
 
 ENTRIES = [
@@ -81,7 +82,7 @@ def test_tensors_come_back_aligned(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.sampled_from(sorted(NUMPY_DTYPES)), st.lists(st.integers(0, 40), max_size=3)), max_size=8))
 def test_any_layout_is_dense_and_aligned_to_the_dtype(shapes: list[tuple[str, list[int]]]) -> None:
     entries = [StoreEntry(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(shapes)]
-    header, places = store_writer.layout(entries, {})
+    header, places = layout(entries, {})
     assert len(header) % 64 == 0
     position = len(header)
     for offset, nbytes in places.values():
@@ -142,7 +143,7 @@ def test_resume_takes_over_intact_tensors_only(tmp_path: Path) -> None:
         for name in ("bias", "dense", "scales"):
             writer.write(name, value(next(e for e in ENTRIES if e.name == name)))
         writer.write_part("experts", 0, value(ENTRIES[2])[0])
-        offset = store_writer.layout(ENTRIES, META)[1]["dense"][0]
+        offset = layout(ENTRIES, META)[1]["dense"][0]
     partial, journal = tmp_path / "a.safetensors.partial", tmp_path / "a.safetensors.journal"
     with partial.open("r+b") as file:  # what a power cut may leave
         file.seek(offset + 100)
@@ -185,7 +186,7 @@ def test_a_full_disk_is_found_first_and_said_in_a_sentence(tmp_path: Path, monke
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store_writer, "_write_all", full)
+            patch.setattr(store_writer, "write_all", full)
             with pytest.raises(CloverError, match="no room"):
                 writer.write("dense", value(ENTRIES[1]))
         assert not writer.done("dense")
@@ -210,7 +211,7 @@ def write_in_a_child_killed_at(step: int, path: Path) -> int:
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
-    left, write = step, store_writer._write_all
+    left, write = step, store_writer.write_all
 
     def count() -> None:
         nonlocal left
@@ -234,7 +235,7 @@ def write_in_a_child_killed_at(step: int, path: Path) -> int:
         return inner
 
     try:  # patched for good: this process ends here
-        store_writer._write_all = half_way
+        store_writer.write_all = half_way
         for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
             setattr(owner, name, around(getattr(owner, name)))
         write_all(StoreWriter(path, ENTRIES, META))
