@@ -99,6 +99,40 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": "E"}]}, "messages"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     (MESSAGES, {"container": "c"}, "container"),
+    (CHAT, {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    (CHAT, {"tools": [{**TOOL, "function": {"name": "f" * 300}}]}, "tools[0].function.name"),
+    (MESSAGES, {"tools": [{"name": "f", "input_schema": {}}] * 2}, "tools[1].name"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "bold": True}]}]},
+        "messages[0].content[0].bold",
+    ),
+    *(
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call]}]}, f"messages[0].tool_calls[0].{field}")
+        for call, field in (
+            ({"function": {"name": "f", "arguments": '{"a": '}}, "function.arguments"),
+            ({"function": {"name": "f", "arguments": "{}", "strict": True}}, "function.strict"),
+            ({"function": {"name": "f", "arguments": "{}"}, "type": "custom"}, "type"),
+            ({"function": {"name": "f", "arguments": "{}"}, "caller": "me"}, "caller"),
+        )
+    ),
+    *(
+        (
+            RESPONSES,
+            {"input": [{"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}", **change}]},
+            f"input[0].{field}",
+        )
+        for change, field in (
+            ({"arguments": '{"a": '}, "arguments"),
+            ({"name": 5}, "name"),
+            ({"call_id": 5}, "call_id"),
+        )
+    ),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "bold": True}]}]},
+        "input[0].content[0].bold",
+    ),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from clover.runtime.errors import RequestError
@@ -49,12 +51,12 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
         message = _assistant(messages)
         message["reasoning_content"] = message.get("reasoning_content", "") + text
     elif kind == "function_call":
-        function = {"name": item.need("name"), "arguments": item.need("arguments")}
-        call = {"type": "function", "id": item.need("call_id"), "function": function}
+        function = {"name": _string(item, "name"), "arguments": _arguments(item)}
+        call = {"type": "function", "id": _string(item, "call_id"), "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = _text(item.need("output"), item.path("output"), _TEXT_TYPES)
-        messages.append({"role": "tool", "tool_call_id": item.need("call_id"), "content": output})
+        messages.append({"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output})
     else:
         raise item.refuse(
             "type", f"{kind[:40]!r} isn't supported; Clover reads messages, reasoning and function calls."
@@ -69,6 +71,26 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
+def _string(item: Fields, name: str) -> str:
+    value = item.need(name)
+    if not isinstance(value, str):
+        raise item.refuse(name, "must be a string.")
+    return value
+
+
+def _arguments(item: Fields) -> Mapping[str, Any]:
+    """A call's arguments. Checked here, where the item's place is known."""
+    value = item.need("arguments")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, Mapping):
+        raise item.refuse("arguments", "must be the text of a JSON object; leave a call out that was cut.")
+    return value
+
+
 def _text(value: Any, where: str, kinds: tuple[str, ...]) -> str:
     if isinstance(value, str):
         return value
@@ -79,5 +101,8 @@ def _text(value: Any, where: str, kinds: tuple[str, ...]) -> str:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
         if kind not in kinds or not isinstance(text, str):
             raise RequestError(f"{where}[{j}]", f"{where}[{j}] must be a text part; Clover reads text only.")
+        fields = Fields(part, f"{where}[{j}]")
+        fields.labels("type", "text", "annotations", "logprobs")  # replies have the last two
+        fields.close()
         texts.append(text)
     return "".join(texts)

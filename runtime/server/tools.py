@@ -9,6 +9,7 @@ from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.server.schema import check_schema, text_fits
+from clover.runtime.text.tool_formats import MAX_NAME
 
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
@@ -37,6 +38,10 @@ class Tools:
         which only whole ones can be held to; not `streamed`: its calls come whole anyhow. Raises RequestError."""
         if not isinstance(name, str) or not name:
             raise RequestError(f"{where}.name", f"{where}.name must be a non-empty string.")
+        if len(name) > MAX_NAME:
+            raise RequestError(f"{where}.name", f"{where}.name has {len(name)} characters; give at most {MAX_NAME}.")
+        if any(tool["function"]["name"] == name for tool in self.shown):
+            raise RequestError(f"{where}.name", f"{where}.name {name[:60]!r} is given twice; each tool needs its own.")
         if description is not None and not isinstance(description, str):
             raise RequestError(f"{where}.description", f"{where}.description must be a string.")
         if parameters is not None and not isinstance(parameters, Mapping):

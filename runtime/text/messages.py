@@ -87,6 +87,7 @@ def _content(content: Any, where: str) -> str:
             raise RequestError(
                 where, f"{where}[{j}] has type {kind!r}; Clover reads text only, so every part must be a text part."
             )
+        _refuse_others(part, {"type", "text", "cache_control"}, f"{where}[{j}]")
         parts.append(_text(part.get("text"), f"{where}[{j}].text"))
     return "".join(parts)
 
@@ -100,6 +101,11 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise RequestError(here, f'{here} must have the form {{"function": {{"name": …, "arguments": …}}}}.')
+        if call.get("type") not in (None, "function"):
+            raise RequestError(f"{here}.type", f"{here}.type must be 'function'; the model calls nothing else.")
+        _refuse_others(call, {"id", "type", "index", "function"}, here)
+        # OpenAI's client sends back what it parsed itself
+        _refuse_others(function, {"name", "arguments", "parsed_arguments"}, f"{here}.function")
         name = _text(function.get("name"), f"{here}.function.name")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
@@ -109,7 +115,9 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 arguments = None
         if not isinstance(arguments, Mapping):
             field = f"{here}.function.arguments"
-            raise RequestError(field, f"{field} must be a JSON object, as an object or as its text.")
+            raise RequestError(
+                field, f"{field} must be a JSON object, as an object or as its text; leave a call out that was cut."
+            )
         entry: dict[str, Any] = {
             "type": "function",
             "function": {"name": name, "arguments": _plain_json(arguments, here)},
@@ -118,6 +126,13 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         entry["id"] = f"call_{j}" if call.get("id") is None else _text(call["id"], f"{here}.id")
         checked.append(entry)
     return checked
+
+
+def _refuse_others(value: Mapping[str, Any], known: set[str], where: str) -> None:
+    for key, item in value.items():
+        if key not in known and item is not None:
+            name = f"{where}.{str(key)[:80]}"
+            raise RequestError(name, f"{name} isn't supported; remove it.")
 
 
 def _text(value: Any, where: str) -> str:
