@@ -180,9 +180,9 @@ class RunningServer:
         return self._server.server_state.connections  # type: ignore[return-value]
 
     @property
-    def protocol(self) -> Any:
-        """Their class."""
-        return self._server.config.http_protocol_class
+    def config(self) -> Any:
+        """uvicorn's."""
+        return self._server.config
 
     def wait_idle(self) -> None:
         """Every slot and every place in the queue is free again."""

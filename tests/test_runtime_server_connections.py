@@ -23,14 +23,17 @@ HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r
 GIVE_UP = 20.0  # a connection that the server does not close within this is held open
 
 
-@pytest.fixture(scope="module", params=["httptools", "h11"])
+@pytest.fixture(scope="module", params=["httptools and uvloop", "h11 and asyncio"])
 def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "h11":
+        if "h11" in request.param:
             patch.setattr(connections, "_over_httptools", lambda: None)
         else:
             pytest.importorskip("httptools")
-        with RunningServer(nano_slots(1), slots=1, client_timeout=0.2, max_body_mb=1) as running:
+        running = RunningServer(nano_slots(1), slots=1, client_timeout=0.2, max_body_mb=1)
+        if "asyncio" in request.param:
+            running.config.loop = "asyncio"
+        with running:
             yield running
 
 
@@ -199,8 +202,7 @@ def test_a_client_learns_that_its_body_is_too_large(server: RunningServer, lengt
 
 def test_too_many_connections_are_told_so(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(lambda: len(server.connections) <= 1)
-    monkeypatch.setattr(connections.Connection, "most", 0)
-    monkeypatch.setattr(server.protocol, "most", 0)
+    monkeypatch.setattr(server.config.http_protocol_class, "most", 0)
     with connect(server) as connection:
         status, body = error(rest(connection))
     assert status == 503 and body["error"]["type"] == "server_error"
