@@ -41,7 +41,7 @@ def logits(
 def validate(
     bundle: BundlePath,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="The checkpoint it was made from: compare with its weights as well.")
+        str | None, typer.Option(help="The checkpoint it was made from: compare with its weights as well.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Token ids to run; default random ones.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the random tokens.")] = 0,
@@ -63,16 +63,17 @@ def validate(
 
 @sentence_on_error
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint or a bundle.")],
+    path: Annotated[str, typer.Argument(help="A checkpoint (a directory, or org/name as it is cached) or a bundle.")],
     checkpoint: Annotated[
-        Path | None, typer.Option(help="The checkpoint a bundle was made from: show what its precision costs.")
+        str | None, typer.Option(help="The checkpoint a bundle was made from: show what its precision costs.")
     ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash each of a bundle's files again.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint or a bundle holds: parameters, precisions, bytes, options."""
     from clover.engines.inspect import inspect_path, render_inspection
 
-    data = inspect_path(path, checkpoint)
+    data = inspect_path(path, checkpoint, verify=verify)
     show(data if as_json else render_inspection(data))
 
 
@@ -96,7 +97,9 @@ def gpus(as_json: Json = False) -> None:
 
 @sentence_on_error
 def plan(
-    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint; default the published model.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="A checkpoint, as for `clover build`; default the published model.")
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="The target: a card, auto or cpu.")] = None,
     sm: Annotated[str | None, typer.Option(help="Compute capability of any other card, with --memory.")] = None,
     memory: Annotated[str | None, typer.Option(help="Its memory, such as 16GiB.")] = None,

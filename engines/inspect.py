@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from clover.engines.manifest import MANIFEST
 from clover.engines.planner.parameters import PARAMETER_CLASSES, count_parameters, parameter_class
 from clover.exporter.config import ModelConfig
+from clover.exporter.source import is_repository_id, resolve_source
 from clover.runtime.errors import CloverError
 
 if TYPE_CHECKING:
@@ -21,15 +22,21 @@ if TYPE_CHECKING:
 WORST_LISTED = 10
 
 
-def inspect_path(path: Path, checkpoint: Path | None = None) -> dict[str, Any]:
-    """JSON data of the checkpoint or bundle at `path`; with `checkpoint`, a bundle's quantisation error as well.
+def inspect_path(source: str | Path, checkpoint: str | Path | None = None, *, verify: bool = False) -> dict[str, Any]:
+    """JSON data of a checkpoint (org/name: as the Hugging Face cache has it) or a bundle; with `checkpoint`, a bundle's
+    quantisation error as well; with `verify`, after hashing each of its files again.
 
     Raises CloverError when it is neither, or `checkpoint` is not what the bundle was made from.
     """
+    path = Path(source)
     if (path / MANIFEST).is_file():
-        return inspect_bundle(path, checkpoint)
+        return inspect_bundle(path, checkpoint, verify=verify)
+    if verify:
+        raise CloverError(f"--verify checks the hashes of a bundle's files, and {path} holds no {MANIFEST}.")
     if checkpoint is not None:
         raise CloverError(f"--checkpoint compares a bundle with its checkpoint, and {path} holds no {MANIFEST}.")
+    if path.is_dir() or is_repository_id(source):
+        path = resolve_source(source, fetch="nothing")
     if (path / "config.json").is_file():
         return inspect_checkpoint(path)
     if not path.is_dir():
@@ -67,13 +74,14 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
     }
 
 
-def inspect_bundle(path: Path, checkpoint: Path | None = None) -> dict[str, Any]:
-    """What the manifest and the weight store say. Raises BundleError when a file is missing or of another size."""
+def inspect_bundle(path: Path, checkpoint: str | Path | None = None, *, verify: bool = False) -> dict[str, Any]:
+    """What the manifest and the weight store say. Raises BundleError when a file is missing or of another size, and with
+    `verify` when its hash is another."""
     from clover.engines.bundle import Bundle
     from clover.exporter.checkpoint import expected_tensors
     from clover.exporter.store_plan import store_plan
 
-    bundle = Bundle.open(path, verify=False)
+    bundle = Bundle.open(path, verify="all" if verify else False)
     manifest, plan = bundle.manifest, bundle.manifest.precision_plan
     config = manifest.config
     bytes_of: dict[str, float] = dict.fromkeys(PARAMETER_CLASSES, 0.0)
@@ -111,6 +119,7 @@ def inspect_bundle(path: Path, checkpoint: Path | None = None) -> dict[str, Any]
         "eos_token_ids": list(manifest.eos_token_ids),
         "files": {name: entry.bytes for name, entry in manifest.files.items()},
         "bytes": bundle.nbytes,
+        "verified": verify,
     }
     if checkpoint is not None:
         data["quantisation"] = _quantisation(bundle, checkpoint)
@@ -153,7 +162,7 @@ def _classes(
     }
 
 
-def _quantisation(bundle: Bundle, checkpoint: Path) -> dict[str, Any]:
+def _quantisation(bundle: Bundle, checkpoint: str | Path) -> dict[str, Any]:
     from clover.engines.validate.bundle_tensors import WeightStore
     from clover.engines.validate.weights import compare_weights, open_source, snr_db
 
@@ -200,6 +209,8 @@ def render_inspection(data: dict[str, Any]) -> RenderableType:
             "max context": f"{data['max_context']:,}",
             "decode defaults": _pairs(data["defaults"]),
         }
+        if data["verified"]:
+            facts["hashes"] = "right, of every file"
     else:
         facts |= {"block size": str(data["block_size"]), "max context": f"{m['max_position_embeddings']:,}"}
     facts |= {

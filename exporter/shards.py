@@ -22,7 +22,9 @@ def open_shards(directory: Path) -> list[SafetensorsFile]:
             return [SafetensorsFile(single)]
         others = sorted(path.name for path in directory.glob("*.safetensors"))
         found = f"only {', '.join(others[:3])}{' …' * (len(others) > 3)}" if others else "no .safetensors file at all"
-        raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX} ({found}); download the missing file.")
+        raise CheckpointError(
+            f"{directory} has neither {SINGLE} nor {INDEX} ({found}{_unfinished(directory)}); download the missing file."
+        )
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index_path} has no weight_map of tensor names to files; download it again.")
@@ -33,7 +35,8 @@ def open_shards(directory: Path) -> list[SafetensorsFile]:
         raise CheckpointError(f"{directory} holds both {SINGLE} and {INDEX}, two checkpoints; remove one of them.")
     if missing := [s for s in shards if not (directory / s).exists()]:
         raise listed(
-            f"{len(missing)} of {len(shards)} shards that {index_path} names are not there (still downloading?)",
+            f"{len(missing)} of {len(shards)} shards that {index_path} names are not there"
+            f"{_unfinished(directory) or ' (still downloading?)'}",
             missing,
         )
     files = {s: SafetensorsFile(directory / s) for s in shards}
@@ -49,6 +52,17 @@ def open_shards(directory: Path) -> list[SafetensorsFile]:
     if problems:
         raise listed(f"{index_path} and its shards disagree", problems)
     return list(files.values())
+
+
+def _unfinished(directory: Path) -> str:
+    """`, and a download is unfinished: …` with the files that a download left or is writing; empty when there are none."""
+    places = [directory, directory / ".cache" / "huggingface" / "download"]
+    if directory.parent.name == "snapshots":  # of the Hugging Face cache, whose files grow beside it
+        places.append(directory.parent.parent / "blobs")
+    files = sorted(path for place in places for path in place.glob("*.incomplete"))
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    names = ", ".join(str(path.relative_to(directory) if directory in path.parents else path) for path in files[:3])
+    return f", and a download is unfinished: {names}{more}" if files else ""
 
 
 def listed(what: str, items: Sequence[str]) -> CheckpointError:

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from clover.runtime.errors import CheckpointError
 
 REPOSITORY_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-WANTED = ("*.json", "*.safetensors", "*.jinja")  # no pickles, no other frameworks' weights
+SMALL = ("*.json", "*.jinja")
+WANTED = (*SMALL, "*.safetensors")  # no pickles, no other frameworks' weights
+
+Fetch = Literal["all", "config", "nothing"]  # what may be downloaded: the checkpoint, all but its weights, nothing
 
 
-def resolve_source(source: str | Path) -> Path:
-    """The directory that holds the checkpoint's config.json.
+def resolve_source(source: str | Path, fetch: Fetch = "all") -> Path:
+    """The directory that holds the checkpoint's config.json: every verb that takes a checkpoint finds it here.
 
     `source` is that directory, a repository's folder in the Hugging Face cache (`models--org--name`), or `org/name`,
-    which is looked up in the cache and else downloaded. Raises CheckpointError with what to do.
+    which is looked up in the cache and, as far as `fetch` goes, downloaded. Raises CheckpointError with what to do.
     """
     path = Path(source)
     if path.is_dir():
         return _snapshot(path) if (path / "snapshots").is_dir() and not (path / "config.json").exists() else path
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the directory that holds the checkpoint's config.json.")
-    if REPOSITORY_ID.match(str(source)):
-        return _from_hub(str(source))
+    if is_repository_id(source):
+        return _from_hub(str(source), fetch)
     raise CheckpointError(f"{path} does not exist; give a checkpoint's directory or org/name of the Hugging Face hub.")
+
+
+def is_repository_id(source: str | Path) -> bool:
+    """Whether `source` could be `org/name`."""
+    return REPOSITORY_ID.match(str(source)) is not None
 
 
 def _snapshot(repository: Path) -> Path:
@@ -41,19 +50,30 @@ def _snapshot(repository: Path) -> Path:
     raise CheckpointError(f"{repository} has no snapshot that refs/main names (there are: {names}); give one's path.")
 
 
-def _from_hub(repository: str) -> Path:
-    """Downloads what is missing of `repository`, or takes the cached copy when the hub can't be reached."""
+def _from_hub(repository: str, fetch: Fetch) -> Path:
+    """Downloads what is missing of `repository`, or takes the cached copy when the hub can't be reached or asked."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise CheckpointError(
-            f"{repository} is no directory here, and huggingface_hub is not installed to download it; "
+            f"{repository} is no directory here, and huggingface_hub is not installed to find or download it; "
             "run `pip install huggingface_hub` or give a directory."
         ) from None
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(WANTED)))
+        return Path(
+            snapshot_download(
+                repository,
+                allow_patterns=list(SMALL if fetch == "config" else WANTED),
+                local_files_only=fetch == "nothing",
+            )
+        )
     except LocalEntryNotFoundError:
+        if fetch == "nothing":
+            raise CheckpointError(
+                f"{repository} is not in the Hugging Face cache; run `hf download {repository}`, or give the checkpoint's "
+                "directory."
+            ) from None
         raise CheckpointError(
             f"{repository} is not in the Hugging Face cache and the hub can't be reached; "
             "go online, or download the checkpoint elsewhere and give its directory."

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from engine_support import NANO, bundle
+from typer.testing import CliRunner
 
+from clover.cli import app
 from clover.engines import verified
 from clover.engines.bundle import Bundle, Verify
 from clover.engines.cpu_cache import clear_cache
@@ -126,3 +128,17 @@ def test_a_bundle_that_can_not_be_written_to_is_noted_elsewhere(copy: Path, hash
     every = opened(copy, hashed)
     assert every and opened(copy, hashed) == set()
     assert list((tmp_path / "user").rglob(verified.RECEIPTS))
+
+
+def test_inspect_verifies_what_was_checked_before(copy: Path, hashed: list[Path]) -> None:
+    every = opened(copy, hashed)
+    hashed.clear()
+    result = CliRunner().invoke(app, ["inspect", str(copy), "--verify"])
+    assert result.exit_code == 0 and "hashes: right, of every file" in result.stdout
+    assert {copy / name for name in every} <= set(hashed)
+    _flip(copy / EXPERTS)
+    assert CliRunner().invoke(app, ["inspect", str(copy)]).exit_code == 0
+    result = CliRunner().invoke(app, ["inspect", str(copy), "--verify", "--json"])
+    assert result.exit_code == 2 and "experts.safetensors is damaged" in result.stderr
+    result = CliRunner().invoke(app, ["inspect", str(NANO), "--verify"])
+    assert result.exit_code == 2 and "--verify checks the hashes of a bundle's files" in result.stderr

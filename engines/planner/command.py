@@ -12,6 +12,7 @@ from clover.engines.planner.plan import DEFAULT_HOST_MEMORY, DEFAULT_PREFILL_CHU
 from clover.engines.planner.routing import RoutingAssumptions
 from clover.exporter.config import ModelConfig
 from clover.exporter.precision import Precision, TensorClass, plan_precision
+from clover.exporter.source import resolve_source
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +39,8 @@ def plan_command(
     distinct: float | None = None,
     hit_rate: float | None = None,
 ) -> tuple[dict[str, Any], RenderableType]:
-    """The plan of a checkpoint directory (None: the published full-size model) as JSON data and a renderable.
+    """The plan of a checkpoint as JSON data and a renderable. None: the published full-size model; of org/name no weights
+    are downloaded.
 
     `host_memory` None means the RAM of this machine when the target is this machine (`cpu`, `auto`), else 32 GiB.
     Raises CloverError for wrong options; a model that does not fit is reported in data["fits"] and data["problem"].
@@ -46,7 +48,7 @@ def plan_command(
     from clover.engines.planner.render import render_plan
 
     target = resolve_gpu(gpu, sm, memory)
-    config = FULL_SIZE if checkpoint is None else ModelConfig.load(checkpoint)
+    config = FULL_SIZE if checkpoint is None else ModelConfig.load(resolve_source(checkpoint, fetch="config"))
     if host_memory is not None:
         ram = parse_size(host_memory, "--host-memory")
     else:

@@ -63,7 +63,7 @@ class Validation:
 
 def validate(
     bundle: Bundle,
-    checkpoint: Path | None = None,
+    checkpoint: str | Path | None = None,
     *,
     prompt: Sequence[int] | None = None,
     seed: int = 0,
@@ -125,7 +125,7 @@ def _check_prompt(bundle: Bundle, prompt: Sequence[int]) -> list[int]:
 
 def validate_command(
     bundle: Path,
-    checkpoint: Path | None,
+    checkpoint: str | Path | None,
     prompt: str | None,
     seed: int,
     trace: bool,

@@ -14,6 +14,7 @@ from clover.engines.bundle import Bundle
 from clover.engines.validate.bundle_tensors import WeightStore
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.precision import Precision, TensorClass
+from clover.exporter.source import resolve_source
 from clover.exporter.store_plan import StoreItem
 from clover.exporter.weights import row_blocks
 from clover.runtime.errors import CheckpointError
@@ -61,8 +62,9 @@ class WeightError:
         return {**asdict(self), "snr_db": snr if math.isfinite(snr) else None}
 
 
-def open_source(bundle: Bundle, directory: Path) -> Checkpoint:
-    """The checkpoint that `bundle` was made from. Raises CheckpointError when `directory` holds another."""
+def open_source(bundle: Bundle, checkpoint: str | Path) -> Checkpoint:
+    """The checkpoint that `bundle` was made from; org/name is not downloaded. Raises CheckpointError when it is another."""
+    directory = resolve_source(checkpoint, fetch="nothing")
     source = Checkpoint.open(directory)
     if source.fingerprint() != bundle.manifest.model.checkpoint:
         raise CheckpointError(
