@@ -99,6 +99,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": "E"}]}, "messages"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     (MESSAGES, {"container": "c"}, "container"),
+    (MESSAGES, {"thinking": {"type": "disabled"}, "enable_thinking": True}, "thinking.type"),
     (CHAT, {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
     (CHAT, {"tools": [{**TOOL, "function": {"name": "f" * 300}}]}, "tools[0].function.name"),
     (MESSAGES, {"tools": [{"name": "f", "input_schema": {}}] * 2}, "tools[1].name"),

@@ -16,13 +16,14 @@ from call_support import CUTS, REPLIES, TOOLS, calls, parse_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from serve_support import RunningServer, nano, nano_slots
 
 from clover.runtime.clover import Clover
-from clover.runtime.server import chat, messages, responses
+from clover.runtime.server import chat, completions, messages, responses
 from clover.runtime.server.generation import Ended, Piece, Usage, collect
 from clover.runtime.server.request import Ask, CompletionRequest
 from clover.runtime.text.chat_template import ChatTemplate
@@ -115,7 +116,7 @@ def check_chat(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Seque
 
 def check_responses(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Sequence[ReplyEvent]]) -> None:
     request = responses.ResponseRequest(ask(), "nano", True, {"tools": [], "tool_choice": "auto", "metadata": {}})
-    request.echo.update(parallel_tool_calls=True, instructions=None, temperature=0.0, top_p=1.0)
+    request.echo.update(parallel_tool_calls=True, instructions=None, temperature=0.0, top_p=1.0, reasoning={})
     events = play(responses.stream(request, Played(pieces)))  # type: ignore[arg-type]
     for event in events:
         RESPONSE_EVENT.validate_python(event)
@@ -178,6 +179,22 @@ def check_messages(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[S
         assert without_ids(streamed["content"]) == without_ids(whole["content"])
 
 
+def check_completions(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Sequence[ReplyEvent]]) -> None:
+    request = CompletionRequest(ask(), "nano", True, True, False)
+    *chunks, last = play(completions.stream(request, Played(pieces), None))  # type: ignore[arg-type]
+    choices = asyncio.run(collect(Played(one_piece)))  # type: ignore[arg-type]
+    whole = completions.whole(request, choices, USAGE, None)  # type: ignore[arg-type]
+    for made in (whole, chunks[-1], last):
+        Completion.model_validate(made)
+    (choice,) = whole["choices"]
+    for chunk in chunks[:-1]:  # OpenAI's own streams have null here, which its type forgets
+        Completion.model_validate({**chunk, "choices": [{**chunk["choices"][0], "finish_reason": "stop"}]})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + [choice["finish_reason"]]
+    assert last["choices"] == [] and last["usage"] == whole["usage"] and all(c["usage"] is None for c in chunks)
+
+
 def is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
@@ -190,7 +207,7 @@ WRITTEN = st.one_of(
 )
 
 
-@pytest.mark.parametrize("check", [check_chat, check_responses, check_messages])
+@pytest.mark.parametrize("check", [check_chat, check_completions, check_responses, check_messages])
 @settings(deadline=None)  # the clients compile their types on first use
 @given(text=WRITTEN, cuts=CUTS, kept=st.integers(1, 200), limit=st.booleans(), thinking=st.booleans())
 def test_clients_make_the_whole_reply_of_any_stream(
@@ -198,7 +215,17 @@ def test_clients_make_the_whole_reply_of_any_stream(
 ) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "stop": ["STOP"], "hit_limit": limit, "starts_in_thinking": thinking}
     text = text[:kept] if limit else text
+    if check is check_completions:  # text is all there is to it
+        options = {"stop": ["STOP"], "hit_limit": limit, "parse_thinking": False, "parse_tools": False}
     check(parse_pieces(text, cuts, **options), parse_pieces(text, [], **options))
+
+
+def test_a_stop_string_behind_calls_leaves_them_to_be_run() -> None:
+    pieces = parse_pieces('<tool_call>{"name": "f"}</tool_call>Now STOP', [1], tools=TOOLS, stop=["STOP"])
+    (choice,) = asyncio.run(collect(Played(pieces)))  # type: ignore[arg-type]
+    message = messages.whole(messages.MessageRequest(ask(), "nano", False), choice, USAGE)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+    assert [block["type"] for block in message["content"]] == ["tool_use", "text"]
 
 
 # nano's own turns; it was trained to answer with a call, without being shown the tools

@@ -63,6 +63,7 @@ def _prompt_fields(f: Fields) -> tuple[list[dict[str, Any]], Tools, bool | None]
 
 
 def _thinking(f: Fields) -> bool | None:
+    """Anthropic's thinking.type, or enable_thinking."""
     own = thinking_flag(f)
     given = f.object("thinking")
     kind = given.text("type")
@@ -72,6 +73,8 @@ def _thinking(f: Fields) -> bool | None:
         return own
     if kind not in ("enabled", "adaptive", "disabled"):
         raise given.refuse("type", f"is {kind[:40]!r}; it must be enabled, adaptive or disabled.")
+    if own is not None and own != (kind != "disabled"):
+        raise given.refuse("type", f"{kind!r} and enable_thinking contradict each other; give one.")
     return kind != "disabled"
 
 
@@ -127,7 +130,8 @@ def _block(part: Part) -> dict[str, Any] | None:
 
 
 def _stop(end: Ended) -> dict[str, Any]:
-    if end.stop_string is not None:
+    # calls are to be run, also where a stop string ended the text behind them
+    if end.reason == "stop" and end.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_string}
     reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(end.reason, "end_turn")
     return {"stop_reason": reason, "stop_sequence": None}

@@ -45,7 +45,7 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     stream, include_usage = stream_fields(f)
     if include_usage:
         raise f.refuse("stream_options", "has no include_usage here; the last event always holds the usage.")
-    thinking = _thinking(f)
+    thinking, effort = _thinking(f)
     tools_given = f.take("tools")
     tools = _tools(tools_given, f)
     may_call = tool_choice(f)
@@ -78,6 +78,7 @@ def parse(body: Any, service: Service) -> ResponseRequest:
         "temperature": ask.options.temperature,
         "top_p": ask.options.top_p,
         "max_output_tokens": shared.given["max_new_tokens"],
+        "reasoning": {"effort": effort, "summary": None},
     }
     return ResponseRequest(ask, shared.model, stream, echo)
 
@@ -93,8 +94,8 @@ def _refuse_the_rest(f: Fields) -> None:
     f.close()
 
 
-def _thinking(f: Fields) -> bool | None:
-    """enable_thinking, or reasoning.effort "none", which means the same as false."""
+def _thinking(f: Fields) -> tuple[bool | None, str | None]:
+    """(enable_thinking, reasoning.effort): effort "none" means the same as false."""
     reasoning = f.object("reasoning")
     effort = reasoning.text("effort")
     reasoning.only("summary", why="reasoning is given out whole, not summed up.")
@@ -104,7 +105,7 @@ def _thinking(f: Fields) -> bool | None:
         raise RequestError("reasoning.effort", f"reasoning.effort {effort!r} can't be honoured; use enable_thinking.")
     if effort == "none" and thinking:
         raise RequestError("reasoning.effort", "reasoning.effort 'none' and enable_thinking contradict each other.")
-    return False if effort == "none" else thinking
+    return (False if effort == "none" else thinking), effort
 
 
 def _tools(given: Any, f: Fields) -> Tools:
@@ -143,7 +144,6 @@ class ResponseBuilder:
             "model": request.model,
             "output": [],
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
             "truncation": "disabled",
             "usage": None,
