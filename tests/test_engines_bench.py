@@ -28,18 +28,24 @@ from clover.engines.prompts import read_prompts
 from clover.engines.trace.record import record
 from clover.exporter.precision import plan_precision
 from clover.runtime.errors import CloverError, RequestError
+from clover.runtime.terminal.progress import Progress
 
 
 def test_an_engine_is_measured_under_every_setting(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "Repeat: Alder Birch"}, {"messages": [{"role": "user", "content": "Repeat: Cedar"}]}]
     prompts.write_text("\n\n".join(map(json.dumps, lines)))
+    told: list[tuple[str, int, int]] = []
     result = bench_engine(
         bundle(NANO).directory, prompts, {"threads": 1, "max_context": 256, "cache": False},
         modes=("fill", "autoregressive", "self-speculative"), thresholds=(0.5, 0.95), block_sizes=(8, 32),
         coreset_top_ps=(), repeats=2, max_new_tokens=12, cards=("h200",),
+        progress=lambda *seen: told.append(seen),
     )  # fmt: skip
     assert json.loads(json.dumps(result)) == result
+    for phase in ("replies", "experts"):  # each begins anew and comes to its end
+        seen = [(done, total) for what, done, total in told if what == phase]
+        assert [done for done, _ in seen] == list(range(seen[0][0], seen[0][1] + 1)) and seen[0][0] <= 1
     names = [s["name"] for s in result["settings"]]
     assert names[0] == "autoregressive" and len(names) == len(set(names)) == 1 + 4 + 2
     by_name = {s["name"]: s for s in result["settings"]}
@@ -61,13 +67,13 @@ def test_an_engine_is_measured_under_every_setting(tmp_path: Path) -> None:
         assert least <= s["experts_per_layer"]["median"] <= 16
         assert list(s["roofline_tokens_per_second"]) == ["h200"] and s["roofline_tokens_per_second"]["h200"] > 1e5
     assert base["experts_per_layer"]["high"] == 2.0
-    told = shown(result)
-    assert all(told.count(name) >= 3 for name in names)
+    page = shown(result)
+    assert all(page.count(name) >= 3 for name in names)
     for condition in (
         "model nano", "threads 1", "prompts 2", "max new tokens 12", "runs per setting 4", "interleaved", "batch 1",
         "clover 0.", "backend onnxruntime 1.", "precision fp32", "prompt tokens", "reply tokens", "target cpu", "GB/s", "GFLOP/s",
     ):  # fmt: skip
-        assert condition in told, condition
+        assert condition in page, condition
 
 
 def shown(result: Any) -> str:
@@ -230,3 +236,16 @@ def test_an_option_of_the_other_kind_of_bench_is_refused_by_name(option: str) ->
     what = ["--compare", "http://a", "http://b", "--cases", "x"] if option in BUNDLE_ALONE else ["bundle"]
     result = CliRunner().invoke(app, ["bench", *what, f"--{option}", "1"])
     assert result.exit_code == 2 and result.stderr.startswith(f"clover: --{option} "), result.output
+
+
+def test_work_that_begins_anew_is_timed_anew(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 100.0, 100.0, 110.0]).__next__
+    monkeypatch.setattr("clover.runtime.terminal.progress.time.monotonic", clock)
+    progress = Progress("measuring", "")
+    progress("replies", 50, 50)
+    progress("experts", 0, 20)
+    progress("experts", 20, 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert "0.5 /s" in lines[0] and "2 /s, 0 s left" in lines[-1]

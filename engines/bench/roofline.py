@@ -52,12 +52,14 @@ def count_experts(
 ) -> list[CountedPlan]:
     """Runs the steps of replies again, on the CPU with the routing given out."""
     session = open_routing_session(bundle, max_context=max_context, threads=threads, max_rows=max_rows)
-    found = []
+    found: list[CountedPlan] = []
     try:
-        for done, rows in enumerate(plans, 1):
-            found.append(_count(session, rows))
+        for rows in plans:
             if progress:
-                progress(done, len(plans))
+                progress(len(found), len(plans))
+            found.append(_count(session, rows))
+        if progress:
+            progress(len(found), len(plans))
     finally:
         session.close()
     return found

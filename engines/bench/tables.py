@@ -39,7 +39,7 @@ def describe_conditions(conditions: Mapping[str, Any]) -> str:
 
 
 def _speed(settings: Sequence[Mapping[str, Any]]) -> Table:
-    columns = (("tokens/s", "tokens_per_second", 0), ("first token ms", "first_token_ms", 1), ("ratio", "ratio", 2))
+    columns = (("tokens/s", "tokens_per_second", None), ("first token ms", "first_token_ms", 1), ("ratio", "ratio", 2))
     table = _table("Speed: medians and quartiles over runs", [heading for heading, _, _ in columns])
     for s in settings:
         table.add_row(s["name"], *(_spread(s[key], digits) for _, key, digits in columns))
@@ -48,9 +48,9 @@ def _speed(settings: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _steps(settings: Sequence[Mapping[str, Any]]) -> Table:
-    spreads = [("experts/layer", "experts_per_layer", 1), ("% of roofline", "roofline_percent", 1)]
+    spreads = [("experts per layer", "experts_per_layer", 1), ("% of roofline", "roofline_percent", 1)]
     spreads = [column for column in spreads if column[1] in settings[0]]
-    table = _table("Steps", ["tokens/step", "steps/block", *(heading for heading, _, _ in spreads)])
+    table = _table("Steps", ["tokens per step", "steps per block", *(heading for heading, _, _ in spreads)])
     for s in settings:
         blocks = s["steps_per_block"]
         row = [s["name"], f"{s['tokens_per_step']:.2f}", "-" if blocks is None else f"{blocks:.2f}"]
@@ -75,13 +75,16 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 def _roofline_note(conditions: Mapping[str, Any]) -> str:
     here = conditions["roofline"]
-    told = f"experts/layer: of {conditions['experts']}, counted in an untimed run of the same steps. "
+    told = f"experts per layer: of {conditions['experts']}, counted in an untimed run of the same steps. "
     if here is None:
         return told + "The card that ran this is not known, so there is no share of its roofline."
     return f"{told}Roofline of {here['machine']}: {here['read_gbs']:g} GB/s, {here['peak_gflops']:g} GFLOP/s, {here['source']}."
 
 
-def _spread(spread: Mapping[str, float] | None, digits: int) -> str:
+def _spread(spread: Mapping[str, float] | None, digits: int | None) -> str:
+    """Median and quartiles, with so many decimals; None: three figures of the median, whole numbers in full."""
     if spread is None:
         return "-"
+    if digits is None:
+        digits = max(0, 2 - int(f"{spread['median']:e}".partition("e")[2]))
     return f"{spread['median']:,.{digits}f} ({spread['quarter']:,.{digits}f}–{spread['three_quarters']:,.{digits}f})"
