@@ -44,15 +44,20 @@ def validate(
         str | None, typer.Option(help="The checkpoint it was made from: compare with its weights as well.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Token ids to run; default random ones.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the random tokens.")] = 0,
-    trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Also follow a block token by token.")] = True,
+    seed: Annotated[int | None, typer.Option(min=0, help="Chooses the random tokens.  [default: 0]")] = None,
+    trace: Annotated[
+        bool | None, typer.Option("--trace/--no-trace", help="Also follow a block token by token.  [default: trace]")
+    ] = None,
     threads: Threads = None,
     provider: Annotated[
         str | None, typer.Option(help="What runs the trace: tensorrt, cpu or cuda; default what the bundle is for.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a bundle's engine with the NumPy reference, layer by layer; exit code 1 when a gate fails."""
+    """Compare a bundle's engine with the NumPy reference, layer by layer; exit code 1 when a gate fails.
+
+    A GPU bundle's engine, kernels and layer list are checked first; without its card that is all that is done.
+    """
     from clover.engines.validate.command import validate_command
 
     result = validate_command(bundle, checkpoint, prompt, seed, trace, threads, provider)

@@ -108,6 +108,7 @@ def inspect_bundle(path: Path, checkpoint: str | Path | None = None, *, verify: 
         "precision": plan.to_json(),
         "accuracy_level": manifest.graph.accuracy_level,
         "engines": [engine.model_dump(mode="json") for engine in manifest.engines],
+        "checks": _gpu_checks(bundle) if manifest.engines else [],
         "with_logits": manifest.graph.with_logits,
         "classes": _classes(config, precisions, bytes_of, untied=True),
         "options": dict(manifest.options),
@@ -124,6 +125,14 @@ def inspect_bundle(path: Path, checkpoint: str | Path | None = None, *, verify: 
     if checkpoint is not None:
         data["quantisation"] = _quantisation(bundle, checkpoint)
     return data
+
+
+def _gpu_checks(bundle: Bundle) -> list[dict[str, str]]:
+    """What `clover validate` checks without a card, but for what reads whole files."""
+    from clover.engines.tensorrt.checks import static_checks
+    from clover.engines.tensorrt.machine import detected_cards
+
+    return [check.to_json() for check in static_checks(bundle, detected_cards(), read_all=False)]
 
 
 def _model(config: ModelConfig) -> dict[str, Any]:
@@ -219,6 +228,11 @@ def render_inspection(data: dict[str, Any]) -> RenderableType:
         "files": _files(data["files"]),
     }
     parts += [Text(f"{name}: {value}") for name, value in facts.items()]
+    if data.get("checks"):
+        from clover.engines.tensorrt.checks import Check
+        from clover.engines.validate.static import checks_table
+
+        parts.append(checks_table("GPU engine", [Check(**check) for check in data["checks"]]))
     if "quantisation" in data:
         parts += _quantisation_parts(data["quantisation"])
     return Group(*parts)
@@ -275,7 +289,15 @@ def _files(files: dict[str, int]) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    return ", ".join(f"{name} {_value(value)}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"({_pairs(value)})"
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _size(nbytes: float) -> str:

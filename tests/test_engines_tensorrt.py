@@ -23,9 +23,10 @@ from clover.engines.gpu_driver import DetectedGpu
 from clover.engines.gpus import custom_gpu, find_gpu
 from clover.engines.planner.full_size import FULL_SIZE
 from clover.engines.tensorrt import build as builder
+from clover.engines.tensorrt.checks import check_parts
 from clover.engines.tensorrt.engine_file import read_header
 from clover.engines.tensorrt.kernels import OPERATORS, make_host
-from clover.engines.tensorrt.open import build_command, check_machine, check_parts
+from clover.engines.tensorrt.machine import build_command, check_machine
 from clover.engines.tensorrt.request import EngineRequest
 from clover.engines.tensorrt.target import GpuBuild
 from clover.exporter.precision import plan_precision
@@ -84,17 +85,6 @@ def test_a_nano_engine_holds_every_custom_operator_as_a_plugin(gpu: str, sm: int
         for name in ("dense", "experts"):
             file = f"weights/{name}.safetensors"
             assert (extra["reuse"] / file).samefile(bundle.directory / file), "one copy on disk"
-
-
-def test_int4_weights_stay_packed_in_the_engine(int4: Bundle) -> None:
-    def weight_bytes(bundle: Bundle) -> int:
-        """The engine's weight section, as its directory says."""
-        data = (bundle.directory / bundle.manifest.engines[0].file).read_bytes()
-        at = data.index(b"THGW")
-        return int.from_bytes(data[at + 16 : at + 24], "little")
-
-    packed, wide = weight_bytes(int4), weight_bytes(gpu_bundle("5070ti", "bf16", sequences=3, with_logits=True))
-    assert packed < 0.45 * wide, "norms, routers and rotary tables are equal in both"
 
 
 def test_an_engine_file_holds_its_plugins_attributes_and_kernel_hashes(int4: Bundle) -> None:
@@ -357,7 +347,7 @@ def test_another_card_is_refused_with_the_command_that_rebuilds(int4: Bundle) ->
         check_machine(int4, [card("NVIDIA GeForce RTX 4090", 89)], trt.__version__)
     text = str(caught.value)
     assert "built for rtx-5070-ti (SM 120) and this machine has NVIDIA GeForce RTX 4090 (SM 89)" in text
-    command = build_command(int4.manifest, "rtx-4090")
+    command = build_command(int4, "rtx-4090")
     assert command in text and "--precision int4 --block-size 16 --block-size 32 --max-context 256" in command
     fitting = card("NVIDIA GeForce RTX 5090", 120)
     assert check_machine(int4, [card("NVIDIA GeForce RTX 4090", 89), fitting], trt.__version__) is fitting
@@ -369,7 +359,7 @@ def test_another_tensorrt_is_refused_with_both_versions(int4: Bundle) -> None:
 
 
 def test_no_card_says_how_to_run_without_one(int4: Bundle) -> None:
-    with pytest.raises(BundleError, match="no NVIDIA GPU; run it on the CPU with `clover run BUNDLE --provider cpu`"):
+    with pytest.raises(BundleError, match="no NVIDIA GPU; add --provider cpu"):
         check_machine(int4, [], trt.__version__)
 
 

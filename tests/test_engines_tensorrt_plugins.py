@@ -18,8 +18,8 @@ from gpu_stand_in import StandInDriver
 from gpu_support import gpu_bundle
 from onnx import TensorProto, helper
 
+from clover.engines.tensorrt.checks import check_parts
 from clover.engines.tensorrt.kernels import OPERATORS, make_host
-from clover.engines.tensorrt.open import check_parts
 from clover.exporter.config import ModelConfig
 from clover.plugins.bidirectional_gdn.function import function_body as gdn_body
 from clover.plugins.bidirectional_gdn.plugin import PLUGIN as GDN

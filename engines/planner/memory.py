@@ -164,11 +164,16 @@ def fixed_components(config: ModelConfig, weights: Weights, backend: Backend, sh
         if backend == "onnxruntime"
         else Component("CUDA context", CUDA_CONTEXT, "assumed: context, kernels, CUDA graphs")
     )
+    second, why = (
+        ("output", "a run writes beside what it reads")
+        if backend == "onnxruntime"
+        else ("kept", "to take a tentative commit back; else updated in place")
+    )
     return (
         *(Component(label, sizes[kind], detail) for kind, label, detail in names),
         Component("recurrent state", recurrent, f"{s} {plural} x {recurrent_bytes(c):,} B, float32"),
-        Component("recurrent state, output", recurrent, "a run writes beside what it reads"),
-        Component("conv ring", 2 * s * conv_ring_bytes(c, backend), f"{s} {plural}, in and out"),
+        Component(f"recurrent state, {second}", recurrent, why),
+        Component("conv ring", 2 * s * conv_ring_bytes(c, backend), f"{s} {plural}, twice as well"),
         Component("KV cache", s * shape.max_context * kv, f"{s} {plural} x {shape.max_context:,} tokens x {kv:,} B"),
         Component("preview scratch", preview_scratch_bytes(c, backend, shape), f"{shape.block_size} rows a sequence"),
         Component("workspace", workspace_bytes(c, backend, shape), "activations of the widest run"),

@@ -23,7 +23,7 @@ def render_plan(plan: Plan) -> RenderableType:
 
 def _verdict(plan: Plan) -> Text:
     p = plan.placement
-    head = f"{plan.counts.total / 1e9:.2f} B parameters, {plan.precision.name}, on {plan.gpu.title} ({plan.backend}): "
+    head = f"{_count(plan.counts.total)} parameters, {plan.precision.name}, on {plan.gpu.title} ({plan.backend}): "
     if plan.problem is not None:
         return Text(f"{head}does not fit. {plan.problem}", style="red")
     where = (
@@ -39,17 +39,26 @@ def _verdict(plan: Plan) -> Text:
     return Text(f"{head}fits, {where}. {limits}.", style="green")
 
 
+def _count(n: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if n >= scale / 10:
+            return f"{n / scale:.2f} {unit}"
+    return f"{n:,}"
+
+
 def _memory(plan: Plan) -> Table:
     p = plan.placement
+    unit, scale = ("GB", 1e9) if plan.counts.total >= 1e8 else ("MB", 1e6)
     table = Table(title="Memory")
     table.add_column("what", no_wrap=True)
-    table.add_column("GB", justify="right")
+    table.add_column(unit, justify="right")
     table.add_column("how much")
 
     def add(components: tuple[Component, ...], title: str, total: int, capacity: int) -> None:
         for c in components:
-            table.add_row(c.name, f"{c.nbytes / 1e9:,.3f}", c.detail)
-        table.add_row(title, f"{total / 1e9:,.3f}", f"of {capacity / 1e9:,.3f} GB", style="bold", end_section=True)
+            table.add_row(c.name, f"{c.nbytes / scale:,.3f}", c.detail)
+        limit = f"of {capacity / scale:,.3f} {unit}"
+        table.add_row(title, f"{total / scale:,.3f}", limit, style="bold", end_section=True)
 
     add(p.device, "total in RAM" if plan.gpu.is_cpu else "total on the card", p.device_total, p.device_capacity)
     if p.host:

@@ -10,13 +10,18 @@ from typing import Any
 import onnx
 
 from clover.exporter.config import ModelConfig
+from clover.exporter.precision import PrecisionPlan
 from clover.plugins.bidirectional_gdn.plugin import PLUGIN as GDN
-from clover.plugins.kernels.cubin import Cubin
+from clover.plugins.bidirectional_gdn.spec import GatedDeltaNetAttributes
+from clover.plugins.kernels.cubin import Cubin, source_digest
+from clover.plugins.kernels.image import check_image
 from clover.plugins.kernels.launch import KernelLibrary
 from clover.plugins.kernels.plan import Kernel
 from clover.plugins.moe_coreset_routing.plugin import PLUGIN as ROUTING
+from clover.plugins.moe_coreset_routing.spec import CoresetAttributes
 from clover.plugins.moe_experts.plugin import PLUGIN as EXPERTS
-from clover.plugins.op_spec import DOMAIN
+from clover.plugins.moe_experts.spec import ExpertsAttributes
+from clover.plugins.op_spec import DOMAIN, Attributes
 from clover.plugins.tensorrt_plugin import PluginHost, PluginOp, kernels_digest
 from clover.runtime.errors import BundleError
 
@@ -41,11 +46,7 @@ class OperatorKernels:
 
 def operator_kernels(model: onnx.ModelProto, config: ModelConfig) -> dict[str, tuple[int, tuple[Kernel, ...]]]:
     """Operator -> (nodes, kernels) of a GPU step graph."""
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        GDN.name: [(1, 1, config.conv_channels), *[(1,)] * 4, (config.conv_channels, config.linear_conv_kernel_dim)],
-        ROUTING.name: [(1, 1, config.num_experts)],
-        EXPERTS.name: [(1, config.hidden_size), (1, config.num_experts), (4, config.num_experts)],
-    }
+    shapes = _node_shapes(config)
     found: dict[str, tuple[int, tuple[Kernel, ...]]] = {}
     for op in OPERATORS:
         nodes = [n for n in model.graph.node if n.domain == DOMAIN and n.op_type == op.name]
@@ -56,6 +57,39 @@ def operator_kernels(model: onnx.ModelProto, config: ModelConfig) -> dict[str, t
         if nodes:
             found[op.name] = (len(nodes), tuple(kernels))
     return found
+
+
+def _node_shapes(config: ModelConfig) -> dict[str, list[tuple[int, ...]]]:
+    """Operator -> as many of its inputs' shapes as decide its kernels; rows and sequences do not."""
+    return {
+        GDN.name: [(1, 1, config.conv_channels), *[(1,)] * 4, (config.conv_channels, config.linear_conv_kernel_dim)],
+        ROUTING.name: [(1, 1, config.num_experts)],
+        EXPERTS.name: [(1, config.hidden_size), (1, config.num_experts), (4, config.num_experts)],
+    }
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What this clover needs of one operator to run a model: layers that hold it, and kernels."""
+
+    layers: tuple[int, ...]
+    kernels: tuple[Kernel, ...]
+
+
+def needed_operators(config: ModelConfig, precision: PrecisionPlan) -> dict[str, Needed]:
+    """Operator -> what the installed clover would launch for a model, from its config alone."""
+    every, shapes = tuple(range(config.num_hidden_layers)), _node_shapes(config)
+    group = precision.group_size if precision["experts"] == "int4" else 0
+    given: list[tuple[PluginOp, tuple[int, ...], Attributes]] = [
+        (GDN, tuple(config.gdn_layers), GatedDeltaNetAttributes.from_config(config)),
+        (ROUTING, every if config.coreset_enabled else (), CoresetAttributes.from_config(config)),
+        (EXPERTS, every, ExpertsAttributes.from_config(config, group)),
+    ]
+    return {
+        op.name: Needed(layers, op.kernels(op.attributes(attributes.as_onnx()), shapes[op.name]))
+        for op, layers, attributes in given
+        if layers
+    }
 
 
 def compile_operators(
@@ -94,9 +128,16 @@ def make_host(cubins: Mapping[str, list[Cubin]], driver: Any = None) -> PluginHo
 
 
 def check_kernels(cubins: Iterable[Cubin], sm: int) -> None:
-    """Raises BundleError naming a kernel that does not run on compute capability sm / 10."""
+    """Raises BundleError naming a kernel that does not run on compute capability sm / 10, takes other parameters than
+    are passed, or was compiled from other sources than those installed."""
     for cubin in cubins:
         if not cubin.runs_on(sm // 10, sm % 10):
             raise BundleError(
                 f"kernel {cubin.name} is compiled for {cubin.target}, and the engine is for SM {sm}; build the bundle again"
+            )
+        check_image(cubin)
+        if cubin.source != source_digest(cubin.kernel.module):
+            raise BundleError(
+                f"kernel {cubin.name} is of another version of {cubin.kernel.module.rpartition('.')[0]} than is installed; "
+                "build the bundle again, or install the clover that built it"
             )

@@ -2,82 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from clover.engines.bundle import Bundle
-from clover.engines.gpu_driver import DetectedGpu, detect_gpus, target_of
-from clover.engines.manifest import Manifest
-from clover.engines.tensorrt.backend import INSTALL, TensorRt, load, version
-from clover.engines.tensorrt.engine_file import check_engine_file
-from clover.engines.tensorrt.kernels import OPERATORS, check_kernels, make_host, read_kernels
-from clover.engines.tensorrt.target import KERNEL_DIRECTORY
+from clover.engines.tensorrt.backend import load
+from clover.engines.tensorrt.checks import check_parts
+from clover.engines.tensorrt.kernels import OPERATORS, make_host
+from clover.engines.tensorrt.machine import backend_of, check_machine, detected_cards, installed_version
 from clover.exporter.weight_index import read_weight_index
-from clover.plugins.kernels.cubin import Cubin
-from clover.plugins.tensorrt_plugin import kernels_digest
-from clover.runtime.errors import BundleError, CloverError, RequestError
+from clover.runtime.errors import RequestError
 from clover.runtime.session import StepSession
 
 RESERVE = 512 * 2**20  # bytes left free on the card when it decides how many experts go there
-
-
-def build_command(manifest: Manifest, gpu: str) -> str:
-    """The command that builds this bundle again, for `gpu`."""
-    plan, engine = manifest.precision_plan, manifest.engines[0]
-    base = plan.classes["experts"]
-    precision = ",".join((base, *(f"{k}={v}" for k, v in plan.classes.items() if v != base)))
-    sizes = " ".join(f"--block-size {b}" for b in manifest.block_sizes)
-    extra = f" --sequences {engine.sequences}" if engine.sequences > 1 else ""
-    extra += "" if engine.resident_experts is None else f" --resident-experts {engine.resident_experts}"
-    extra += " --with-logits" if manifest.graph.with_logits else ""
-    return (
-        f"clover build CHECKPOINT -o BUNDLE --gpu {shlex.quote(gpu)} --precision {precision} {sizes} "
-        f"--max-context {manifest.max_context}{extra}"
-    )
-
-
-def backend_of(manifest: Manifest) -> TensorRt:
-    """The TensorRT a bundle was built with. Raises BundleError for a bundle without a GPU engine."""
-    backend = manifest.target.backend
-    if backend == "onnxruntime" or not manifest.engines:
-        raise BundleError("this bundle has no GPU engine; build one with `clover build … --gpu CARD`.")
-    return backend
-
-
-def check_machine(bundle: Bundle, cards: list[DetectedGpu], installed: str) -> DetectedGpu:
-    """The card that runs the bundle. Raises BundleError, before anything is loaded, for another card or TensorRT."""
-    manifest, target = bundle.manifest, bundle.manifest.target
-    fitting = [card for card in cards if card.sm == target.sm]
-    if not fitting:
-        start = f"{bundle.directory} was built for {target.name} (SM {target.sm}) and this machine has"
-        if not cards:
-            raise BundleError(f"{start} no NVIDIA GPU; run it on the CPU with `clover run BUNDLE --provider cpu`.")
-        found = ", ".join(f"{card.name} (SM {card.sm})" for card in cards)
-        raise BundleError(
-            f"{start} {found}; build it for this one with `{build_command(manifest, _target_name(cards[0]))} "
-            f"--reuse {shlex.quote(str(bundle.directory))}`."
-        )
-    if installed != target.backend_version:
-        raise BundleError(
-            f"{bundle.directory} was built with {target.backend} {target.backend_version} and {installed} is installed "
-            f"here; install that version, or build it again with `{build_command(manifest, target.name)} "
-            f"--reuse {shlex.quote(str(bundle.directory))}`."
-        )
-    return max(fitting, key=lambda card: card.memory_bytes)
-
-
-def check_parts(bundle: Bundle) -> dict[str, list[Cubin]]:
-    """Every operator's kernels. Raises BundleError when engine, kernels and manifest don't belong together."""
-    manifest = bundle.manifest
-    if backend_of(manifest) == "tensorrt-rtx":
-        check_engine_file(bundle.directory / manifest.engines[0].file, manifest.target.backend_version)
-    cubins = read_kernels(bundle.directory / KERNEL_DIRECTORY, {op: k.names for op, k in manifest.kernels.items()})
-    for op, kernels in manifest.kernels.items():
-        if kernels_digest(cubins[op]) != kernels.sha256:
-            raise BundleError(f"{bundle.directory} has other {op} kernels than its manifest says; build it again.")
-    check_kernels([c for group in cubins.values() for c in group], manifest.target.sm or 0)
-    return cubins
 
 
 def open_gpu_session(
@@ -104,7 +41,9 @@ def open_gpu_session(
             f"sequences is {sequences} and {bundle.directory} was built for {built.sequences}; build it again with "
             f"--sequences {sequences}.",
         )
-    card = check_machine(bundle, given.get("cards") or _cards(), given.get("version") or _installed(backend))
+    card = check_machine(
+        bundle, given.get("cards") or detected_cards(), given.get("version") or installed_version(backend)
+    )
     cubins = check_parts(bundle)
     trt = given.get("trt") or load(backend)
 
@@ -144,26 +83,3 @@ def open_gpu_session(
             engine.close()
         device.close()
         raise
-
-
-def _cards() -> list[DetectedGpu]:
-    try:
-        return detect_gpus()
-    except CloverError:
-        return []
-
-
-def _installed(backend: TensorRt) -> str:
-    try:
-        return version(backend)
-    except CloverError:
-        raise BundleError(
-            f"{backend} is not installed; {INSTALL[backend]}, or run the bundle with provider cpu."
-        ) from None
-
-
-def _target_name(card: DetectedGpu) -> str:
-    try:
-        return target_of(card).name
-    except CloverError:
-        return "cpu"

@@ -151,7 +151,7 @@ def build_gpu_parts(
             partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             partial.replace(layers)
         if build.backend == "tensorrt-rtx":
-            check_engine_file(engine, installed)
+            check_engine_file(engine, installed, sm)
     finally:
         graph.unlink(missing_ok=True)
         (work / CONVERTED_FILE).unlink(missing_ok=True)

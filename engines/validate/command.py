@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from clover.engines.bundle import Bundle
 from clover.engines.logits import check_ids, parse_ids
+from clover.engines.manifest import read_manifest
 from clover.engines.open import Provider, choose_provider
 from clover.engines.planner.parameters import count_parameters
 from clover.engines.validate.bundle_tensors import BundleTensors, WeightStore
@@ -20,25 +21,29 @@ from clover.engines.validate.layers import Remembered, compare_layers
 from clover.engines.validate.metrics import Floats
 from clover.engines.validate.report import Comparison, render
 from clover.engines.validate.runs import make_runs, random_prompt
+from clover.engines.validate.static import StaticValidation, check_gpu_bundle, checks_table, refuse_options
 from clover.engines.validate.trace import trace_block
 from clover.engines.validate.weights import compare_weights, open_source
 from clover.exporter.reference import ReferenceModel
-from clover.runtime.errors import RequestError
+from clover.runtime.errors import BundleError, RequestError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from clover.engines.tensorrt.checks import Check
 
 LARGE_MODEL = 1_000_000_000  # more parameters than this: the reference computes in float32 and keeps no tensors
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The comparisons of one bundle."""
+    """The comparisons of one bundle. checks: of a GPU bundle's parts, before anything was loaded."""
 
     bundle: Bundle
     prompt: list[int]
     comparisons: list[Comparison]
     provider: Provider
+    checks: list[Check] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -48,6 +53,8 @@ class Validation:
         return {
             "bundle": str(self.bundle.directory),
             "passed": self.passed,
+            "checks": [c.to_json() for c in self.checks],
+            "numbers_compared": True,
             "prompt": self.prompt,
             "layers_run_by": "cpu",
             "trace_run_by": self.provider,
@@ -55,10 +62,12 @@ class Validation:
         }
 
     def render(self) -> RenderableType:
+        from rich.console import Group
+
         manifest = self.bundle.manifest
-        return render(
-            f"{manifest.model.name}, {manifest.precision_plan.name}, {manifest.target.name}", self.comparisons
-        )
+        title = f"{manifest.model.name}, {manifest.precision_plan.name}, {manifest.target.name}"
+        parts = [checks_table(title, self.checks)] if self.checks else []
+        return Group(*parts, render(title, self.comparisons))
 
 
 def validate(
@@ -124,16 +133,34 @@ def _check_prompt(bundle: Bundle, prompt: Sequence[int]) -> list[int]:
 
 
 def validate_command(
-    bundle: Path,
+    directory: Path,
     checkpoint: str | Path | None,
     prompt: str | None,
-    seed: int,
-    trace: bool,
+    seed: int | None,
+    trace: bool | None,
     threads: int | None,
     provider: str | None,
-) -> Validation:
-    """The verb. Raises what `validate` raises."""
+) -> Validation | StaticValidation:
+    """The verb; None stands for an option that was not given. The engine of a GPU bundle is checked before it is loaded,
+    and where it can't run the checks are all there is: options for comparing numbers are then refused.
+
+    Raises what `validate` raises.
+    """
     ids = None if prompt is None else parse_ids(prompt, "prompt")
-    return validate(
-        Bundle.open(bundle), checkpoint, prompt=ids, seed=seed, trace=trace, threads=threads, provider=provider
+    manifest = read_manifest(directory)
+    checks: list[Check] = []
+    if manifest.engines and provider in (None, "tensorrt"):
+        bundle = Bundle(directory, manifest)  # that its files are whole is one of the checks
+        checks, runs_here = check_gpu_bundle(bundle)
+        if not runs_here and provider is not None:
+            raise BundleError(next(c.found for c in checks if c.verdict != "passed"))
+        if not runs_here:
+            numeric = {"--checkpoint": checkpoint, "--prompt": prompt, "--seed": seed, "--threads": threads}
+            refuse_options({**numeric, "--trace": trace or None}, directory)
+            return StaticValidation(bundle, checks)
+    else:
+        bundle = Bundle.open(directory)
+    found = validate(
+        bundle, checkpoint, prompt=ids, seed=seed or 0, trace=trace is not False, threads=threads, provider=provider
     )
+    return replace(found, checks=checks)
