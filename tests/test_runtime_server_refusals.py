@@ -208,6 +208,52 @@ def test_a_chat_the_template_cannot_render_is_the_clients_fault() -> None:
         )
 
 
+def test_errors_are_short_whatever_they_repeat(server: RunningServer) -> None:
+    long = "x" * 100_000
+    for change in (
+        {"temperature": [1] * 100_000},
+        {"mode": long},
+        {"messages": [{"role": long, "content": "a"}]},
+        {"messages": [{"role": [long], "content": "a"}]},
+        {"messages": [{"role": "user", "content": "a", long: 1}]},
+        {long: 1},
+        {"": 1},
+        {"model": long},
+        {"block_size": 10**300},
+        {"response_format": {"type": long}},
+        {"chat_template_kwargs": {long: 1}},
+    ):
+        got = server.http.post(CHAT, json={**BASE[CHAT], **change})
+        assert got.status_code in (400, 404) and len(got.content) < 2000, (change.keys(), len(got.content))
+        assert got.json()["error"]["message"].endswith(".")
+
+
+def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest: list[int] = []
+    tokenizer = server.service.tokenizer
+    for name in ("encode", "encode_plain"):
+        inner = getattr(tokenizer, name)
+        monkeypatch.setattr(tokenizer, name, lambda text, inner=inner: longest.append(len(text)) or inner(text))
+    text = "ab " * 200_000
+    for path, body, field in (
+        (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
+        (TEXT, {"prompt": ["a", text]}, "prompt"),
+        (MESSAGES, {"max_tokens": 5, "messages": [{"role": "user", "content": text}]}, "messages"),
+        (RESPONSES, {"input": text}, "input"),
+    ):
+        got = server.http.post(path, json=body)
+        assert (got.status_code, got.json()["error"]["param"]) == (400, field), got.text
+        assert "more than 2048 tokens" in got.json()["error"]["message"]
+    assert max(longest) <= 8 * 2048
+    monkeypatch.undo()
+    fits = " " * (8 * 2048 + 5)  # many characters, few tokens: not refused for its length in characters
+    tokens = len(tokenizer.encode(fits))
+    got = server.http.post(TEXT, json={"prompt": fits, "max_tokens": 1})
+    assert got.status_code == (200 if tokens < 2048 else 400)
+
+
 def test_clients_see_their_own_errors(server: RunningServer) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as bad:
@@ -265,6 +311,9 @@ def test_hostile_bodies_and_headers_get_4xx(server: RunningServer) -> None:
             assert got.status_code == status, (name, path, got.text)
             assert "Traceback" not in got.text and got.json()["error"]["message"]
     assert server.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    packed = {"content-type": "application/json", "content-encoding": "gzip"}
+    refused = server.http.post(CHAT, content=b"\x1f\x8b\x08", headers=packed)
+    assert refused.status_code == 415 and "gzip" in refused.json()["error"]["message"]
     assert server.http.get(CHAT).status_code == 405
     assert server.http.get("/etc/passwd").status_code == 404
     assert server.http.get("/%2e%2e/clover.json").status_code == 404

@@ -22,6 +22,9 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # browsers may send other kinds across sites without asking
         raise ApiError(415, "the body must be JSON, sent with the header content-type: application/json.")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise ApiError(415, f"the content-encoding {coding[:40]!r} isn't supported; send the body as it is.")
     try:
         return await asyncio.wait_for(_read(request, max_bytes), seconds)
     except TimeoutError:

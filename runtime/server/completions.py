@@ -40,7 +40,7 @@ def parse(body: Any, service: Service) -> CompletionRequest:
     f.only("echo", False, why="the prompt is not repeated.")
     f.only("suffix", "", why="text is not inserted before a suffix.")
     f.labels("user")
-    prompts = _prompts(f.need("prompt"), service.tokenizer)
+    prompts = _prompts(f.need("prompt"), service)
     f.close()
     with named({"max_new_tokens": shared.limit_name}):
         options = service.engine.options(**shared.given, logprobs=alternatives or 0)
@@ -56,23 +56,28 @@ def parse(body: Any, service: Service) -> CompletionRequest:
     return CompletionRequest(ask, shared.model, stream, include_usage, alternatives is not None)
 
 
-def _prompts(given: Any, tokenizer: Tokenizer) -> list[list[int]]:
+def _prompts(given: Any, service: Service) -> list[list[int]]:
     """A string, a list of strings, a list of token ids, or a list of such lists."""
     if isinstance(given, str):
-        return [tokenizer.encode(given)]
+        return [_tokens(given, service)]
     if isinstance(given, list) and given:
         if (ids := _ids(given)) is not None:
             return [ids]
         if len(given) > MAX_PROMPTS:
             raise RequestError("prompt", f"prompt holds {len(given)} prompts; send at most {MAX_PROMPTS} at once.")
         if all(isinstance(item, str) for item in given):
-            return [tokenizer.encode(item) for item in given]
+            return [_tokens(item, service) for item in given]
         lists = [_ids(item) if isinstance(item, list) else None for item in given]
         if all(ids is not None for ids in lists):
             return [ids for ids in lists if ids is not None]
     raise RequestError(
         "prompt", "prompt must be a string, a list of strings, a list of token ids or a list of such lists."
     )
+
+
+def _tokens(text: str, service: Service) -> list[int]:
+    service.check_text(text, "prompt")
+    return service.tokenizer.encode(text)
 
 
 def _ids(given: list[Any]) -> list[int] | None:

@@ -9,6 +9,7 @@ from clover.runtime.errors import CloverError, RequestError
 from clover.runtime.scheduler.job import Outcome
 
 Dialect = Literal["openai", "anthropic"]
+MOST_TEXT = 400  # characters of an error's message
 ClientFault = Literal["slow", "gone"]  # it could not keep up with its reply; it left
 
 # status → (OpenAI's type, Anthropic's type)
@@ -68,7 +69,10 @@ class ApiError(Exception):
 def api_error(error: CloverError) -> ApiError:
     """A CloverError as a client sees it: a field at fault is 400; a bundle at fault is ours, 500."""
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), error.field)
+        text = str(error)
+        if len(text) > MOST_TEXT:  # a value it repeats is long; what to do about it stands at the end
+            text = f"{text[: MOST_TEXT // 2]} … {text[-MOST_TEXT // 2 :]}"
+        return ApiError(400, text, error.field[:MOST_TEXT])
     return ApiError(500, str(error))
 
 

@@ -19,7 +19,7 @@ class Fields:
         self._where = where
 
     def path(self, name: str) -> str:
-        shown = name[:80]
+        shown = name[:80] or "''"
         return f"{self._where}.{shown}" if self._where else shown
 
     def refuse(self, name: str, why: str) -> RequestError:

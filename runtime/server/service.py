@@ -28,6 +28,8 @@ from clover.runtime.text.chat_template import ChatTemplate
 from clover.runtime.text.reply import ReplyParser
 from clover.runtime.text.tokenizer import Tokenizer, check_prompt
 
+CHARACTERS_A_TOKEN = 8  # ordinary text has fewer
+
 
 class Service:
     """One loaded model. Owns the engine's session through its scheduler; close it once."""
@@ -78,6 +80,7 @@ class Service:
         if template is None:
             raise RequestError(field, "this bundle has no chat template; use /v1/completions.")
         rendered = template.render(messages, tools=tools or None, enable_thinking=thinking)
+        self.check_text(rendered.text, field)
         return self.tokenizer.encode_prompt(rendered), rendered.opens_thinking
 
     def chat_ask(
@@ -116,6 +119,16 @@ class Service:
                 503, "the server takes no more requests; it is shutting down.", code="shutdown", retry_after=5
             ) from None
         return generation
+
+    def check_text(self, text: str, field: str) -> None:
+        """Refuses a text whose beginning alone is longer than the context, without making tokens of the rest: those of a
+        few megabytes take seconds and gigabytes. Raises ApiError 400."""
+        context = self.engine.session.max_context
+        start = text[: CHARACTERS_A_TOKEN * context]
+        # where the start is cut, its last tokens can be others than the whole text's
+        if len(start) < len(text) and len(self.tokenizer.encode_plain(start)) > context + CHARACTERS_A_TOKEN:
+            message = f"{field} has more than {context} tokens, which this server's context holds, reply included."
+            raise ApiError(400, message, field, "context_length_exceeded")
 
     def _check_context(self, prompt: Sequence[int], field: str) -> None:
         context = self.engine.session.max_context
