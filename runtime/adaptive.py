@@ -1,10 +1,13 @@
 """Adaptive mode: threshold fill where it is faster than autoregressive decoding on this machine, which it measures.
 
-Fill loses when it fills fewer tokens a step than its steps cost in autoregressive steps. After every step of a block the
-cost of going on is weighed against that of the autoregressive mode for the same tokens. Every token given out is either
-mode's continuation of all tokens before it: one that the causal pass chose, or one that threshold fill filled in a block
-that begins right behind them. What a block holds that is not given out yet is dropped when the mode changes. The choice
-depends on measured times, so two runs may differ; a fixed mode is repeatable.
+Costs are counted in measured seconds of a step of each kind. A block costs its previews and its own commit; what it gave
+out would have cost one autoregressive step a token. Fill goes on from block to block while that has paid; elsewhere it is
+tried again as soon as the tries that did not pay cost no more than a small share of the time. Within a block the steps
+that it is likely to need are weighed against leaving it, which commits what it has given out and drops what it has not.
+
+Every token given out is either mode's continuation of all tokens before it: one that the causal pass chose, or one that
+threshold fill filled in a block that begins right behind them. The choice depends on measured times, so two runs may
+differ; a fixed mode is repeatable.
 """
 
 from __future__ import annotations
@@ -24,66 +27,83 @@ from clover.runtime.options import DecodeOptions
 from clover.runtime.penalties import Endings
 from clover.runtime.session import Candidates, SequenceRows
 
-PROBE_SHARE = 32  # autoregressive tokens for each one that a try of fill costs; doubled each time it loses
-FIRST_LOOK = 4  # autoregressive tokens that measure the mode when nothing is known of it
-MARGIN = 1.1  # a change must promise to be this much cheaper
+TRY_SHARE = 0.03  # of the time of autoregressive steps: what tries of fill that don't pay may cost
+KEPT_STEPS = 4  # steps of fill that may be saved up: what it loses before it is left
+FIRST_LOOK = 2  # autoregressive tokens that measure the mode when nothing is known of it
+MARGIN = 1.1  # leaving a block must promise to be this much cheaper
 KEPT_TIMES = 15
-KEPT_REPLIES = 4
-TRY_EVERY = 4  # replies, or more where a try is dear
 
-
-Kind = Literal["first", "preview", "autoregressive"]  # first: commits and previews a new block
+# first: commits a block and previews the next; prompt: commits some of the prompt before
+Kind = Literal["preview", "first", "prompt", "autoregressive"]
+PREVIEWS: tuple[Kind, ...] = ("preview", "first", "prompt")
 
 
 class StepTimesSeen:
-    """What an engine's replies showed: seconds of the last steps of each kind, and whether fill paid in the last replies."""
+    """What an engine's replies showed: seconds of the last steps of each kind, and what fill gained or lost.
+
+    The gain is an account in seconds: each block of fill adds what its tokens would have cost one by one and takes off
+    what it cost, each autoregressive step adds a small share of its time. Fill may begin a block while the account can
+    pay for a lost step of it. It holds a few steps at most, so that fill is left soon where it stops to pay, and owes one
+    at most.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Kind, deque[float]] = {k: deque(maxlen=KEPT_TIMES) for k in get_args(Kind)}
-        self._paid: deque[bool] = deque(maxlen=KEPT_REPLIES)
-        self._replies = 0
-
-    def begins_with_fill(self, block_size: int) -> bool:
-        """For the next reply: whether fill paid lately. If it never did, it is tried all the same now and then, unless
-        even a block filled in one step would not pay."""
-        self._replies += 1
-        price = self.price if self.known else 0.0
-        if price > block_size:
-            return False
-        settled = len(self._paid) == KEPT_REPLIES
-        return not settled or any(self._paid) or self._replies % max(TRY_EVERY, math.ceil(price)) == 0
-
-    def note_reply(self, paid: bool) -> None:
-        self._paid.append(paid)
+        self._account = 0.0
+        self._promised: tuple[int, int] | None = None  # steps and tokens of a block that no autoregressive time judged
 
     def add(self, kind: Kind, seconds: float) -> None:
+        """A step of a kind took so long."""
         self._seen[kind].append(seconds)
+        if kind == "autoregressive" and self.known:
+            self._put(TRY_SHARE * seconds)
+            if self._promised is not None:
+                (steps, tokens), self._promised = self._promised, None
+                if self.note_block(steps, 1.0, tokens):
+                    self._put(2 * self.preview)
 
     @property
     def known(self) -> bool:
-        """Whether there were steps of every kind."""
-        return all(self._seen.values())
-
-    def seconds(self, kind: Kind) -> float:
-        """The least of the last ones: what else the machine does lengthens long steps more often than short ones."""
-        return min(self._seen[kind])
+        """Whether there were steps of both modes."""
+        return bool(self._seen["autoregressive"]) and any(self._seen[kind] for kind in PREVIEWS)
 
     @property
-    def price(self) -> float:
-        """A block's first step in autoregressive steps."""
-        return self.seconds("first") / self.seconds("autoregressive")
+    def autoregressive(self) -> float:
+        """Seconds of one autoregressive step."""
+        return self._least("autoregressive")
 
-    def fill(self, steps: int) -> float:
-        """Seconds of a block developed in `steps` steps, its commit included."""
-        return self.seconds("first") + (steps - 1) * self.seconds("preview")
+    @property
+    def preview(self) -> float:
+        """Seconds of a step that previews a block; as long as there was none that did no more, of one that did."""
+        return self._least(next(kind for kind in PREVIEWS if self._seen[kind]))
 
+    @property
+    def commit(self) -> float:
+        """Seconds that it adds to a step to commit a block."""
+        return max(self._least("first") - self.preview, 0.0) if self._seen["first"] else 0.0
 
-def fill_loses(preview: float, autoregressive: float, missing: int, filled: float, unsettled: int) -> bool:
-    """Whether to leave a block: `missing` masks at `filled` a step against `unsettled` tokens one a step.
+    def note_block(self, steps: int, committed: float, tokens: int) -> bool:
+        """A block took `steps` steps, this share of it is to be committed, and gave `tokens`. Whether it paid."""
+        gained = tokens * self.autoregressive - steps * self.preview - committed * self.commit
+        self._put(gained)
+        return gained > 0
 
-    preview, autoregressive: seconds of a step.
-    """
-    return math.ceil(missing / max(filled, 1.0)) * preview > MARGIN * unsettled * autoregressive
+    def promise(self, steps: int, tokens: int) -> None:
+        """A block of `tokens` tokens is likely to take `steps` steps: to be judged when both modes are known."""
+        self._promised = steps, tokens
+
+    def allows_fill(self, block_size: int) -> bool:
+        """Whether fill may begin a block. Never where a block filled in one step would not pay either."""
+        if not self.known:
+            return self._promised is None
+        return block_size * self.autoregressive > self.preview <= self._account
+
+    def _put(self, seconds: float) -> None:
+        self._account = min(max(self._account + seconds, -self.preview), KEPT_STEPS * self.preview)
+
+    def _least(self, kind: Kind) -> float:
+        """The least of the last ones: what else the machine does lengthens long steps more often than short ones."""
+        return min(self._seen[kind])
 
 
 class AdaptiveDecoder:
@@ -115,15 +135,15 @@ class AdaptiveDecoder:
         self._response: list[int] = []
         thinks = Endings(tuple(eos_ids), thinking_ids).thinks_after(prompt)
         self._progress = Progress(self._response, self.counts, np.random.default_rng(options.seed), thinks)
-        self._stretch = 1
-        self._left = 0  # autoregressive tokens until fill is tried
-        self._block_steps = self._fill_blocks = self._fill_steps = self._fill_tokens = 0
+        self._left = 0  # autoregressive tokens until fill may begin
+        self._block_steps = 0
         self._began = 0.0
         self._inner: FillDecoder | AutoregressiveDecoder
-        if times.begins_with_fill(options.block_size):
+        if times.allows_fill(options.block_size):
             self._inner = self._fill(prompt)
         else:
-            self._inner, self._left = self._autoregressive(prompt), self._probe_after()
+            self._inner = self._autoregressive(prompt)
+            self._left = 0 if times.known else FIRST_LOOK
 
     # -- Decoder -------------------------------------------------------------------------------
 
@@ -150,29 +170,26 @@ class AdaptiveDecoder:
         rows = self._inner.plan(slot, max_rows)
         self._kind: Kind | None = "autoregressive" if rows.commit == 1 else None  # None: a chunk of a prompt, not timed
         if isinstance(self._inner, FillDecoder):
-            self._kind = "preview" if rows.commit == 0 else "first" if rows.commit <= self._options.block_size else None
+            self._kind = (
+                "preview" if rows.commit <= 1 else "first" if rows.commit <= self._options.block_size else "prompt"
+            )
         self._began = self._clock()
         return rows
 
     def accept(self, candidates: Candidates) -> list[DecodeEvent]:
         seconds, steps, inner = self._clock() - self._began, self.counts.steps, self._inner
-        blocks = self.counts.blocks
         events = inner.accept(candidates)
         if self.counts.steps == steps:  # only committed a part of the prompt
             return events
         if self._kind:
             self._times.add(self._kind, seconds)
-        fresh = self._note(events)
+        self._note(events)
         if isinstance(inner, FillDecoder):
-            self._fill_blocks += self.counts.blocks - blocks
-            self._fill_steps, self._fill_tokens = self._fill_steps + 1, self._fill_tokens + fresh
-        if inner.done:
-            self._settle()
-        elif isinstance(inner, FillDecoder):
+            self._block_steps += 1
             events += self._after_fill(inner)
-        else:
+        elif not inner.done:
             self._left -= 1
-            if self._left <= 0:
+            if self._left <= 0 and self._times.allows_fill(self._options.block_size):
                 self._inner = self._fill(inner.uncommitted)
                 self.changes += 1
         return events
@@ -180,37 +197,33 @@ class AdaptiveDecoder:
     # -- choosing --------------------------------------------------------------------------------
 
     def _after_fill(self, inner: FillDecoder) -> list[DecodeEvent]:
-        """Goes on with the block, or leaves it to the autoregressive mode; returns what that gives out at once."""
-        size, times = self._options.block_size, self._times
-        self._block_steps += 1
-        over = inner.missing == size  # this is the next block already
-        if not times.known:
-            return self._leave(inner, FIRST_LOOK) if over or self._block_steps > 1 else []
-        one = times.seconds("autoregressive")
-        spent = times.fill(self._block_steps)
+        """Goes on with fill, or leaves it to the autoregressive mode; returns what that gives out at once."""
+        times, steps = self._times, self._block_steps
+        over = inner.done or inner.between_blocks
         if over:
             self._block_steps = 0
-            paid, rest = spent <= size * one, 0
-            if paid:
-                self._stretch = 1
-        else:
-            rest = inner.unsettled
-            per_step = (size - inner.missing) / self._block_steps
-            expected = (per_step + inner.last_filled) / 2
-            if not fill_loses(times.seconds("preview"), one, inner.missing, expected, rest):
-                return []
-            paid = spent + rest * one <= size * one
-        if paid:
-            return self._leave(inner, rest) if rest else []
-        tokens, self._stretch = self._stretch * self._probe_after(), 2 * self._stretch
-        return self._leave(inner, tokens)
-
-    def _probe_after(self) -> int:
-        """Tokens that make one more try a small part of the whole."""
-        return max(self._options.block_size, int(PROBE_SHARE * self._times.price))
+        size = self._options.block_size
+        if not times.known:
+            if over or steps > 1:
+                times.promise(
+                    steps if over else steps + steps_left(inner, steps), inner.settled + 1 if inner.done else size
+                )
+                return [] if inner.done else self._leave(inner, FIRST_LOOK)
+            return []
+        if inner.done:
+            # in the other mode the end of sequence is a step of its own
+            times.note_block(steps, 0.0, inner.settled + (not inner.truncated))
+            return []
+        if over:
+            times.note_block(steps, 1.0, size)
+            return [] if times.allows_fill(size) else self._leave(inner, 0)
+        if not leaving_pays(inner, steps, size, times):
+            return []
+        times.note_block(steps, inner.settled / size, inner.settled)
+        return self._leave(inner, inner.unsettled + inner.ends)
 
     def _leave(self, inner: FillDecoder, tokens: int) -> list[DecodeEvent]:
-        """Autoregressive from here on, for `tokens` tokens."""
+        """Autoregressive from here on, for `tokens` tokens at least."""
         self._left, self._block_steps = tokens, 0
         self.changes += 1
         rest = inner.uncommitted
@@ -231,17 +244,29 @@ class AdaptiveDecoder:
     def _autoregressive(self, uncommitted: Sequence[int]) -> AutoregressiveDecoder:
         return AutoregressiveDecoder(uncommitted, self._options, **self._common, after=self._progress)
 
-    def _settle(self) -> None:
-        """At the end: whether fill's steps cost less than its tokens would have cost the other mode."""
-        t = self._times
-        if self._fill_blocks and t.known:
-            spent = self._fill_blocks * t.fill(1) + (self._fill_steps - self._fill_blocks) * t.seconds("preview")
-            t.note_reply(spent <= self._fill_tokens * t.seconds("autoregressive"))
-
-    def _note(self, events: Sequence[DecodeEvent]) -> int:
-        """Adds given tokens to the reply; returns how many."""
-        before = len(self._response)
+    def _note(self, events: Sequence[DecodeEvent]) -> None:
+        """Adds given tokens to the reply."""
         for event in events:
             if isinstance(event, TokensEvent):
                 self._response.extend(t.id for t in event.tokens)
-        return len(self._response) - before
+
+
+def steps_left(block: FillDecoder, steps: int) -> int:
+    """Steps that a block is likely to need still, after `steps` steps: by what they filled on average, and lately."""
+    filled = block.settled + block.unsettled - block.missing
+    return math.ceil(block.missing / max((filled / steps + block.last_filled) / 2, 1.0))
+
+
+def leaving_pays(block: FillDecoder, steps: int, size: int, times: StepTimesSeen) -> bool:
+    """Whether to leave a block of `size` after `steps` steps: the previews it is likely to need still, and its commit,
+    against the commit of what it has given out and one step for each token it has not.
+
+    Where the reply ends in the block, it need not be committed, and its end is one more step of the other mode.
+    """
+    stay = steps_left(block, steps) * times.preview
+    leave = block.settled / size * times.commit + block.unsettled * times.autoregressive
+    if block.ends:
+        leave += times.autoregressive
+    else:
+        stay += times.commit
+    return stay > MARGIN * leave

@@ -47,6 +47,7 @@ class FillDecoder(ReplyDecoder):
         self._block = np.full(options.block_size, mask_id, np.int64)
         self._masked = np.ones(options.block_size, bool)
         self._info: list[TokenInfo | None] = [None] * options.block_size
+        self._end = options.block_size  # the first end of sequence that stands in the block, if any
         self._block[:tail] = prompt[len(prompt) - tail :]
         self._masked[:tail] = False
         self._emitted = tail  # positions of this block already given out
@@ -77,6 +78,21 @@ class FillDecoder(ReplyDecoder):
     def unsettled(self) -> int:
         """Tokens of the block up to its end or the limit that are not given out yet, filled or not."""
         return self._useful - self._emitted
+
+    @property
+    def settled(self) -> int:
+        """Tokens of the block that are given out."""
+        return self._emitted
+
+    @property
+    def ends(self) -> bool:
+        """Whether the reply ends in this block, as far as it is filled: with an end of sequence, or by the limit."""
+        return self._end < len(self._block) or self._limit - self._before <= len(self._block)
+
+    @property
+    def between_blocks(self) -> bool:
+        """Whether no step has developed the block yet."""
+        return self._block_step == 0
 
     def plan(self, slot: int, max_rows: int) -> SequenceRows:
         size = self._options.block_size
@@ -128,8 +144,7 @@ class FillDecoder(ReplyDecoder):
     @property
     def _useful(self) -> int:
         """Positions of the block that can still be given out."""
-        ends = [p for p, info in enumerate(self._info) if info is not None and info.id in self._eos]
-        return max(min([len(self._block), self._limit - self._before, *ends[:1]]), 0)
+        return max(min(self._end, self._limit - self._before), 0)
 
     # -- steps of the loop -----------------------------------------------------------------------
 
@@ -142,8 +157,11 @@ class FillDecoder(ReplyDecoder):
         self._block[positions] = ids[chosen]
         self._masked[positions] = False
         for row, position in zip(chosen.tolist(), positions.tolist(), strict=True):
+            token = int(ids[row])
+            if token in self._eos:
+                self._end = min(self._end, position)
             self._info[position] = TokenInfo(
-                int(ids[row]),
+                token,
                 float(logprobs[row]),
                 self.counts.steps,
                 alternatives(candidates, row, self._options.logprobs),
@@ -178,6 +196,7 @@ class FillDecoder(ReplyDecoder):
         self._block = np.full(len(self._block), self._mask_id, np.int64)
         self._masked[:] = True
         self._info = [None] * len(self._block)
+        self._end = len(self._block)
         self._emitted = self._block_step = 0
 
 
