@@ -244,8 +244,9 @@ def test_http_methods_and_their_answers(server: RunningServer) -> None:
     for method, path in (("PUT", CHAT), ("DELETE", "/v1/models"), ("OPTIONS", MESSAGES), ("PATCH", "/health")):
         got = server.http.request(method, path)
         assert got.status_code == 405 and got.json()["error"]["message"] and got.headers["allow"], (method, path)
-    got = server.http.get("/v1/models", headers={"connection": "upgrade", "upgrade": "h2c"})
-    assert got.status_code == 200
+    upgrade = {"connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
+    assert server.http.get("/v1/models", headers=upgrade).status_code == 200
+    assert server.http.post(CHAT, json=ASKED, headers=upgrade).status_code == 200, "the body must not be lost"
     with pytest.raises(httpx.HTTPError):
         server.http.request("CONNECT", "/", headers={"host": "localhost"}).raise_for_status()
     answers(server)

@@ -11,6 +11,7 @@ import asyncio
 import http
 import json
 import logging
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ else:
 log = logging.getLogger("clover.server")
 MOST_CONNECTIONS = 2000  # more are answered 503 before they cost anything
 MOST_HEAD_BYTES = 65_536  # of a request line and headers
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 OTHER_FILES = 100  # that a server has open beside connections
 
 
@@ -236,6 +238,14 @@ def _over_httptools() -> type[Connection] | None:
         return None
 
     class HttptoolsConnection(Connection, HttpToolsProtocol):
+        def data_received(self, data: bytes) -> None:
+            # the parser takes what follows an upgrade to be another protocol's, also where none is offered: a body that
+            # comes with the offer of HTTP/2, as Java's client makes it, would be lost
+            if self.arriving != "body" and b"pgrade" in data:
+                head, end, rest = data.partition(b"\r\n\r\n")
+                data = UPGRADE.sub(b"", head + end[:2]) + end[2:] + rest
+            super().data_received(data)
+
         def on_message_begin(self) -> None:
             self.arriving = "head"
             super().on_message_begin()
