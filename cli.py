@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from clover.engines.bench.verb import bench
+from clover.engines.calibrate.verb import calibrate
 from clover.engines.commands import VERBS
 from clover.engines.trace.verb import trace
 from clover.runtime.errors import CloverError
@@ -56,6 +57,9 @@ def build(
     int4: Annotated[bool, typer.Option("--int4", help="Short for --precision int4.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")] = False,
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale: 128, 64 or 32.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="A file of `clover calibrate`: INT4 scales that weigh errors by its inputs.")
+    ] = None,
     block_size: Annotated[
         list[int] | None, typer.Option(help="Block sizes to serve (repeatable); default all.")
     ] = None,
@@ -95,7 +99,7 @@ def build(
     from clover.runtime.terminal.progress import Progress
 
     base, overrides = chosen_precision(precision, int4=int4, bf16=bf16)
-    check_integer_options(base, overrides, group_size=group_size)
+    check_integer_options(base, overrides, group_size=group_size, calibration=calibration)
     check_integer_options(
         base,
         overrides,
@@ -110,6 +114,7 @@ def build(
         precision=base,
         overrides=overrides,
         group_size=group_size,
+        calibration=calibration,
         block_sizes=tuple(block_size or ()),
         max_context=max_context,
         with_logits=with_logits,
@@ -214,7 +219,8 @@ def serve(
     cache_mb: Annotated[int | None, typer.Option(help="Memory for conversation states.  [default: 2048]")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take.  [default: 600]")] = None,
     client_timeout: Annotated[
-        float | None, typer.Option(help="Seconds a client may take to send a request, or to take its reply.  [default: 30]")
+        float | None,
+        typer.Option(help="Seconds a client may take to send a request, or to take its reply.  [default: 30]"),
     ] = None,
     max_body_mb: Annotated[int | None, typer.Option(help="Largest request.  [default: 8]")] = None,
     shutdown_grace: Annotated[
@@ -288,7 +294,7 @@ def cache(
             print(f"{bundle}: no packed weights are kept")
 
 
-for verb in (*FORM_VERBS, *VERBS, bench, trace):
+for verb in (*FORM_VERBS, *VERBS, calibrate, bench, trace):
     app.command()(verb)
 
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from clover import __version__
 from clover.engines.bundle import Bundle, check_output, file_entry, publish, working_directory
-from clover.engines.manifest import MANIFEST, Graph, Manifest, Model, Target
+from clover.engines.calibrate.use import describe_calibration
+from clover.engines.manifest import MANIFEST, Graph, Manifest, Model, Target, UsedCalibration
+from clover.exporter.calibration import load_calibration
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.config import BLOCK_SIZES, ModelConfig, read_json
 from clover.exporter.config_reader import read_config, require_mask_token
@@ -57,6 +59,7 @@ class BuildRequest:
     precision: Precision = "int4"
     overrides: Mapping[TensorClass, Precision] = field(default_factory=dict)
     group_size: int | None = None
+    calibration: Path | None = None  # of `clover calibrate`: weights the errors of INT4 matrices
     block_sizes: Collection[int] = ()
     max_context: int | None = None
     with_logits: bool = False
@@ -118,11 +121,14 @@ def build_bundle(
         gpu.check(config, precision, block_sizes, max_context)
     tokenizer = load_tokenizer(request.checkpoint, config)
     defaults = decode_defaults(request.checkpoint, config, precision, block_sizes, gpu.gpu.name if gpu else "cpu")
+    items = store_plan(config, precision)
+    calibration = load_calibration(request.calibration) if request.calibration else None
+    used = describe_calibration(request.calibration, calibration, checkpoint, items) if calibration else None
     with working_directory(out, replace=request.replace) as work:
-        items = store_plan(config, precision)
         if request.reuse:
-            reuse_weights(request.reuse, work, checkpoint, precision)
-        hashes = write_weights(checkpoint, items, work, _weights_progress(items, progress), beside=OTHER_FILES_BYTES)
+            reuse_weights(request.reuse, work, checkpoint, precision, used)
+        report = _weights_progress(items, progress)
+        hashes = write_weights(checkpoint, items, work, report, beside=OTHER_FILES_BYTES, calibration=calibration)
         excluded = sorted({mask, *(tokenizer.padding_ids(config.vocab_size) if tokenizer else ())})
         index = read_weight_index(work, hashes)
         model = build_step_graph(
@@ -154,6 +160,7 @@ def build_bundle(
             model=describe_model(request.checkpoint, config, checkpoint),
             target=target,
             precision=precision.to_json(),
+            calibration=used,
             block_sizes=block_sizes,
             trained_block_size=config.block_size,
             mask_token_id=mask,
@@ -179,10 +186,12 @@ def build_bundle(
 # -- pieces shared by targets ---------------------------------------------------------------------
 
 
-def reuse_weights(source: Path, work: Path, checkpoint: Checkpoint, precision: PrecisionPlan) -> None:
+def reuse_weights(
+    source: Path, work: Path, checkpoint: Checkpoint, precision: PrecisionPlan, calibration: UsedCalibration | None = None
+) -> None:
     """Takes the weight files of a finished bundle over into `work`, by link where the file system has them.
 
-    Raises BundleError when that bundle is damaged, or of another checkpoint or precision.
+    Raises BundleError when that bundle is damaged, or of another checkpoint, precision or calibration.
     """
     given = Bundle.open(source)
     manifest = given.manifest
@@ -190,6 +199,9 @@ def reuse_weights(source: Path, work: Path, checkpoint: Checkpoint, precision: P
         raise BundleError(f"--reuse {source} was built from another checkpoint; leave --reuse out.")
     if manifest.precision_plan.to_json() != precision.to_json():
         raise BundleError(f"--reuse {source} has other precisions ({manifest.precision_plan.name}); leave --reuse out.")
+    if manifest.calibration != calibration:
+        had = "another calibration" if manifest.calibration else "no calibration"
+        raise BundleError(f"--reuse {source} was built with {had}; give the --calibration it has, or leave --reuse out.")
     for name in manifest.files:
         place = work / name
         if not name.endswith(".safetensors") or place.exists():

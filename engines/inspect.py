@@ -106,6 +106,7 @@ def inspect_bundle(path: Path, checkpoint: str | Path | None = None, *, verify: 
             manifest.target.backend: manifest.target.backend_version,
         },
         "precision": plan.to_json(),
+        "calibration": manifest.calibration.model_dump(mode="json") if manifest.calibration else None,
         "accuracy_level": manifest.graph.accuracy_level,
         "engines": [engine.model_dump(mode="json") for engine in manifest.engines],
         "checks": _gpu_checks(bundle) if manifest.engines else [],
@@ -211,6 +212,7 @@ def render_inspection(data: dict[str, Any]) -> RenderableType:
             "target": f"{target['name']} ({target['backend']})" + (f", SM {target['sm']}" if target["sm"] else ""),
             "versions": _pairs(data["versions"]),
             "group size": str(data["precision"]["group_size"]),
+            "calibration": _calibration(data["calibration"]),
             "GPU engines": ", ".join(e["file"] for e in data["engines"]) or "none",
             "activations on the CPU": "8-bit where weights are integers" if data["accuracy_level"] == 4 else "float32",
             "logits given out": "yes" if data["with_logits"] else "no",
@@ -272,6 +274,16 @@ def _quantisation_parts(found: dict[str, Any]) -> list[RenderableType]:
             table.add_row(e["name"], e["precision"], decibel(e["snr_db"]), f"{e['scale']:.5f}")
         parts.append(table)
     return parts
+
+
+def _calibration(used: dict[str, Any] | None) -> str:
+    if used is None:
+        return "none"
+    rare = sum(len(experts) for experts in used["weight_only_experts"].values())
+    return (
+        f"{used['sha256'][:16]} ({used['prompts']} prompts, {used['rows']:,} rows), in {len(used['tensors'])} matrices; "
+        f"{rare} experts by their weights alone"
+    )
 
 
 def _files(files: dict[str, int]) -> str:

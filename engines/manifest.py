@@ -76,6 +76,20 @@ class Engine(_Part):
     fingerprint: str
 
 
+class UsedCalibration(_Part):
+    """The calibration file that INT4 scales were chosen with.
+
+    `tensors`: the store's matrices it acted on. `weight_only_experts`: by layer, the experts that too few rows were routed
+    to, whose scales were chosen from their weights alone.
+    """
+
+    sha256: str
+    prompts: int
+    rows: int
+    tensors: tuple[str, ...]
+    weight_only_experts: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+
+
 class Kernels(_Part):
     """One custom operator's compiled kernels: `sha256` of all of them, and their files (NAME.cubin and NAME.json)."""
 
@@ -93,6 +107,7 @@ class Manifest(_Part):
     model: Model
     target: Target
     precision: dict[str, Any]
+    calibration: UsedCalibration | None = None
     block_sizes: tuple[int, ...]
     trained_block_size: int
     mask_token_id: int

@@ -16,14 +16,16 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from clover.exporter.calibration import Calibration
 from clover.exporter.checkpoint import Checkpoint, Rows, to_float
 from clover.exporter.disk import check_room
 from clover.exporter.precision import Precision, PrecisionPlan, TensorClass, largest_group_size, plan_precision
-from clover.exporter.prequantized import PackedRows
+from clover.exporter.prequantized import PACKED, PackedRows
 from clover.exporter.quantize import quantize_int4, quantize_int8
 from clover.exporter.store_layout import StoreEntry, file_size
 from clover.exporter.store_plan import StoreItem, store_plan
 from clover.exporter.store_writer import StoreWriter
+from clover.exporter.weighted_quantize import quantize_int4_weighted
 from clover.runtime.errors import CloverError
 
 Array = npt.NDArray[Any]
@@ -31,7 +33,7 @@ Floats = npt.NDArray[np.float32]
 Progress = Callable[[str, int], None]
 WORKERS = (os.cpu_count() or 1) + 2  # two more than cores, so that some read and write while the others quantise
 WEIGHTS_AT_ONCE = 2**21  # of a piece of a dense matrix
-STORE_FORMAT = "2"  # layouts of store_plan.py, choices of quantize.py; an unfinished store of another format starts over
+STORE_FORMAT = "2"  # store_plan.py's layouts, quantize.py's choices; an unfinished store of another starts over
 
 
 def plan_for(
@@ -75,23 +77,25 @@ def write_weights(
     directory: Path,
     progress: Progress = lambda name, weights: None,
     beside: int = 0,
+    calibration: Calibration | None = None,
 ) -> dict[str, str]:
     """Writes every store file of `items` into `directory` and returns file -> sha256.
 
     Resumes at the first tensor that an interrupted run did not finish. `progress(name, weights)` is called after
     every piece with the number of weights done. `beside`: bytes that will be written to the same disk afterwards.
+    `calibration` weights the errors of INT4 matrices whose inputs it knows (weighted_quantize.py).
 
     Raises CheckpointError for NaN, infinity or a file that changes meanwhile, CloverError when the disk is full: before
     the first byte when that can be foreseen.
     """
     fingerprint = checkpoint.fingerprint()
     parts = {file: [item for item in items if item.file == file] for file in dict.fromkeys(i.file for i in items)}
-    files = {file: (_entries(mine), _metadata(mine, fingerprint)) for file, mine in parts.items()}
+    files = {file: (_entries(mine), _metadata(mine, fingerprint, calibration)) for file, mine in parts.items()}
     check_room({directory / file: file_size(*contents) for file, contents in files.items()}, beside)
     hashes: dict[str, str] = {}
     for file, contents in files.items():
         with StoreWriter(directory / file, *contents) as writer:
-            _write_file(checkpoint, parts[file], writer, progress)
+            _write_file(checkpoint, parts[file], writer, progress, calibration)
             hashes[file] = writer.finish()
     return hashes
 
@@ -100,12 +104,20 @@ def _entries(items: list[StoreItem]) -> list[StoreEntry]:
     return [StoreEntry(t.name, t.dtype, t.shape) for item in items for t in item.tensors()]
 
 
-def _metadata(items: list[StoreItem], fingerprint: str) -> dict[str, str]:
+def _metadata(items: list[StoreItem], fingerprint: str, calibration: Calibration | None) -> dict[str, str]:
+    """What the file is made from: an unfinished one goes on only when nothing of it has changed."""
     precisions = sorted({f"{i.tensor_class}={i.precision}/{i.group_size}" for i in items})
-    return {"format": STORE_FORMAT, "checkpoint": fingerprint, "precision": json.dumps(precisions)}
+    made = {"format": STORE_FORMAT, "checkpoint": fingerprint, "precision": json.dumps(precisions)}
+    return {**made, "calibration": calibration.sha256} if calibration else made
 
 
-def _write_file(checkpoint: Checkpoint, items: list[StoreItem], writer: StoreWriter, progress: Progress) -> None:
+def _write_file(
+    checkpoint: Checkpoint,
+    items: list[StoreItem],
+    writer: StoreWriter,
+    progress: Progress,
+    calibration: Calibration | None,
+) -> None:
     """Every item that is not written yet, a few pieces ahead of the slowest: that bounds what is in memory."""
     waiting: deque[tuple[str, Future[int]]] = deque()
 
@@ -122,7 +134,7 @@ def _write_file(checkpoint: Checkpoint, items: list[StoreItem], writer: StoreWri
                     progress(item.name, int(np.prod(item.shape)))
                     continue
                 for piece in _pieces(checkpoint, item):
-                    waiting.append((item.name, pool.submit(_write_piece, item, writer, piece)))
+                    waiting.append((item.name, pool.submit(_write_piece, item, writer, piece, calibration)))
                     settle(2 * WORKERS)
             settle(0)
         except BaseException:
@@ -137,9 +149,10 @@ class _Piece:
     first_row: int
     read: Callable[[], Rows]
     move: Callable[[Array], Array] = np.asarray
+    expert: int | None = None
 
 
-def _write_piece(item: StoreItem, writer: StoreWriter, piece: _Piece) -> int:
+def _write_piece(item: StoreItem, writer: StoreWriter, piece: _Piece, calibration: Calibration | None) -> int:
     """Reads, quantises and writes some rows; all three let other threads run. Returns the number of weights."""
     start, rows, move = piece.first_row * item.shape[-1], piece.read(), piece.move
     if item.precision == "fp32":
@@ -153,7 +166,12 @@ def _write_piece(item: StoreItem, writer: StoreWriter, piece: _Piece) -> int:
     else:
         if not isinstance(rows, PackedRows):
             signed = item.tensor_class == "experts"  # whose kernels take negative scales on every target
-            rows = PackedRows(*quantize_int4(rows, item.group_size, name=item.name, signed_scales=signed))
+            options: dict[str, Any] = {"name": item.name, "signed_scales": signed}
+            importance = calibration.importance(item, piece.expert) if calibration else None
+            if importance is None:
+                rows = PackedRows(*quantize_int4(rows, item.group_size, **options))
+            else:
+                rows = PackedRows(*quantize_int4_weighted(rows, importance, item.group_size, **options))
         rows = rows.map(move).regroup(item.group_size)  # INT4 is less to move than what it is made from
         writer.write_part(f"{item.name}.qweight", start // 2, rows.values)
         writer.write_part(f"{item.name}.scales", start // item.group_size, rows.scales)
@@ -161,6 +179,17 @@ def _write_piece(item: StoreItem, writer: StoreWriter, piece: _Piece) -> int:
             zeros = rows.packed_zeros()
             writer.write_part(f"{item.name}.zero_points", piece.first_row * zeros.shape[1], zeros)
     return rows.size
+
+
+def weighted_items(checkpoint: Checkpoint, items: tuple[StoreItem, ...], calibration: Calibration) -> list[StoreItem]:
+    """The matrices that `calibration` acts on: stored in INT4, not in INT4 already in the checkpoint, with inputs."""
+    return [
+        item
+        for item in items
+        if item.precision == "int4"
+        and item.name in calibration.statistics
+        and not all(checkpoint.dtype(source) == PACKED for source in item.sources)
+    ]
 
 
 def row_blocks(checkpoint: Checkpoint, item: StoreItem) -> Iterator[tuple[int, Floats]]:
@@ -207,9 +236,9 @@ def _pieces(checkpoint: Checkpoint, item: StoreItem) -> Iterator[_Piece]:
             for expert in range(c.num_experts):
                 first = expert * item.shape[1]
                 if item.transform == "expert_down":
-                    yield _Piece(first, partial(checkpoint.expert_down, item.layer, expert))
+                    yield _Piece(first, partial(checkpoint.expert_down, item.layer, expert), expert=expert)
                 else:
-                    yield _Piece(first, partial(checkpoint.expert_gate_up, item.layer, expert), interleave)
+                    yield _Piece(first, partial(checkpoint.expert_gate_up, item.layer, expert), interleave, expert)
 
 
 def _rows_of_heads(checkpoint: Checkpoint, name: str, which: int) -> Rows:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover.exporter import quantize
+from clover.exporter import quantize, weighted_quantize
 from clover.runtime.errors import CloverError
 
 Floats = npt.NDArray[np.float32]
@@ -148,3 +148,83 @@ def test_what_can_not_be_quantised_is_named(weight: Floats, group: int, says: st
     for quantise in (quantize.quantize_int4, quantize.quantize_int8):
         with pytest.raises(CloverError, match=says):
             quantise(weight, group, name="layers.0.w")
+
+
+# -- scales that weigh errors by what a matrix is fed with -------------------------------------------
+
+
+@st.composite
+def importances(draw: st.DrawFn, columns: int) -> Floats:
+    """Mean squares from even to very uneven, with silent channels, huge and tiny."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    values = np.exp(draw(st.sampled_from([0.0, 0.5, 2.0, 6.0])) * rng.standard_normal(columns))
+    values[rng.random(columns) < draw(st.sampled_from([0.0, 0.5, 1.0]))] = 0.0
+    return (values * 10.0 ** draw(st.sampled_from([-30, 0, 30]))).astype(np.float32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(weights(), st.booleans(), st.data())
+def test_weighted_search_keeps_its_promises(case: tuple[Floats, int], signed: bool, data: st.DataObject) -> None:
+    weight, group = case
+    importance = data.draw(importances(weight.shape[1]))
+    options = {"signed_scales": signed}
+    packed, scales = weighted_quantize.quantize_int4_weighted(weight, importance, group, **options)
+    again = weighted_quantize.quantize_int4_weighted(weight.copy(), importance.copy(), group, **options)
+    np.testing.assert_array_equal(packed, again[0])
+    np.testing.assert_array_equal(scales, again[1])
+    assert packed.shape == (weight.shape[0], weight.shape[1] // 2)
+    assert scales.shape == (weight.shape[0], weight.shape[1] // group)
+    np.testing.assert_array_equal(quantize.round_to_bfloat16(scales), scales)
+    assert np.all(np.abs(scales) >= np.finfo(np.float32).tiny) and (signed or np.all(scales > 0))
+    restored = quantize.dequantize_int4(packed, scales)
+    zero = ~weight.reshape(-1, group).any(-1)
+    assert not restored.reshape(-1, group)[zero].any() and np.all(scales.ravel()[zero] == 1)
+
+    # what it minimises: the damped importance, never above abs-max / 7's
+    plain = quantize.dequantize_int4(*quantize.quantize_int4(weight, group, search=False))
+    h = np.tile(weighted_quantize.damped_importance(importance, group), (len(weight), 1)).astype(np.float64)
+    unit = np.maximum(np.abs(weight.astype(np.float64)).reshape(-1, group).max(1, keepdims=True), 1e-300)
+    found, bound = (
+        (h * ((weight.astype(np.float64) - r).reshape(-1, group) / unit) ** 2).sum(1) for r in (restored, plain)
+    )
+    normal = unit[:, 0] > 1e-36  # below, scales are held at the smallest normal number
+    assert np.all(found[normal] <= bound[normal] * (1 + 1e-3) + 1e-6 * h.sum(1)[normal])
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_weighing_errors_by_the_inputs_lowers_the_error_of_the_output(signed: bool) -> None:
+    """On rows never seen while measuring, with outlier channels: against the search that knows the weights alone."""
+    rng = np.random.default_rng(5)
+    weight = rng.standard_t(4, (256, 512)).astype(np.float32)
+    size = np.exp(1.2 * rng.standard_normal(512))
+    seen, unseen = (rng.standard_normal((n, 512)) * size for n in (400, 400))
+    importance = (seen**2).mean(0).astype(np.float32)
+    errors = []
+    for stored in (
+        quantize.quantize_int4(weight, 128, signed_scales=signed),
+        weighted_quantize.quantize_int4_weighted(weight, importance, 128, signed_scales=signed),
+    ):
+        difference = weight - quantize.dequantize_int4(*stored).astype(np.float64)
+        errors.append(float(((unseen @ difference.T) ** 2).sum()))
+        found = weighted_quantize.weighted_error(weight, weight - difference, importance)
+        assert found == pytest.approx((importance * difference**2).sum())
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_even_importance_is_the_search_of_plain_errors_and_rows_are_by_themselves() -> None:
+    rng = np.random.default_rng(6)
+    weight = rng.standard_normal((3, 700, 512)).astype(np.float32)  # more than one chunk
+    even = np.full(512, 3.0, np.float32)
+    packed, scales = weighted_quantize.quantize_int4_weighted(weight, even, 128)
+    plain = quantize.dequantize_int4(*quantize.quantize_int4(weight, 128))
+    own = quantize.dequantize_int4(packed, scales)
+    assert ((weight - own) ** 2).sum() <= ((weight - plain) ** 2).sum() * 1.001
+    one, one_scale = weighted_quantize.quantize_int4_weighted(weight[2, 650:], even, 128)
+    np.testing.assert_array_equal(packed[2, 650:], one)
+    np.testing.assert_array_equal(scales[2, 650:], one_scale)
+    with pytest.raises(CloverError, match="layers.0.w holds NaN"):
+        weighted_quantize.quantize_int4_weighted(
+            np.full((1, 128), np.nan, np.float32), even[:128], 128, name="layers.0.w"
+        )
+    with pytest.raises(CloverError, match="can't be quantised in groups of 64"):
+        weighted_quantize.quantize_int4_weighted(np.ones((1, 96), np.float32), even[:96], 64)

@@ -29,6 +29,7 @@ class WeightStore:
         manifest = bundle.manifest
         self.config = manifest.config
         self.items = store_plan(self.config, manifest.precision_plan)
+        self.calibrated = frozenset(manifest.calibration.tensors if manifest.calibration else ())  # items
         self._files = {name: SafetensorsFile(bundle.directory / name) for name in {i.file for i in self.items}}
 
     def read(self, item: StoreItem) -> npt.NDArray[np.float32]:

@@ -1,0 +1,1 @@
+"""`clover calibrate`: what every quantisable matrix is fed with, and which experts answer, measured on prompts."""
