@@ -143,6 +143,23 @@ def test_slots_move_to_the_front_and_keep_their_state() -> None:
     assert session.shapes[0][0] == 3 and session.shapes[-1][0] == 1
 
 
+def test_a_job_cancelled_in_the_middle_of_its_prompt_ends_within_a_chunk() -> None:
+    engine = nano()
+    prompt = (chat_ids(engine, LONG) * 20)[:1900]
+    with scheduled(1) as (scheduler, session):
+        session.gate.clear()
+        job, owner = job_for(engine, prompt, max_new_tokens=5)
+        scheduler.submit([job])
+        wait_until(lambda: scheduler.live == 1)
+        scheduler.cancel(job)
+        session.gate.set()
+        assert owner.wait() == [] and owner.outcomes == ["cancelled"]
+        assert len(session.shapes) <= 1, "the rest of the prompt was computed for nobody"
+        job, owner = job_for(engine, prompt[:300], max_new_tokens=20)
+        scheduler.submit([job])
+        assert owner.wait() == alone(prompt[:300], max_new_tokens=20), "half a prompt was left behind"
+
+
 def test_cancelled_jobs_end_within_a_step_and_free_their_place() -> None:
     engine = nano()
     prompt = chat_ids(engine, LONG)
