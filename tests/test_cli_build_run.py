@@ -372,11 +372,14 @@ with Clover.load(sys.argv[1], threads=1, cache=False) as engine:
 """
 
 
-def test_the_runtime_needs_neither_torch_nor_network() -> None:
+def test_the_runtime_needs_neither_torch_nor_network(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, str(bundle(NANO).directory), PROMPT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ORT_")}
+    places = {name: str(tmp_path) for name in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment | places)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["site"] == "Cedar"
+    assert not list(tmp_path.iterdir())  # no device id, no usage data
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"], ["run", "--help"], ["run", "--thresh"]])

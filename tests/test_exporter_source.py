@@ -120,12 +120,10 @@ def verbs(checkpoint: str | Path, tmp_path: Path) -> dict[str, Result]:
 
 
 def test_every_verb_takes_a_checkpoint_from_the_cache(hub: Path, tmp_path: Path) -> None:
-    snapshot = cached_checkpoint(hub)
-    for source in ("org/name", snapshot.parent.parent, snapshot):
-        for verb, result in verbs(source, tmp_path).items():
-            assert result.exit_code == 0, (verb, source, result.stderr, result.exception)
-            assert json.loads(result.stdout), verb
-        shutil.rmtree(tmp_path / "out")
+    cached_checkpoint(hub)
+    for verb, result in verbs("org/name", tmp_path).items():
+        assert result.exit_code == 0, (verb, result.stderr, result.exception)
+        assert json.loads(result.stdout), verb
 
 
 @pytest.mark.parametrize("source", ["org/absent", "/nowhere/at/all", __file__])
