@@ -164,6 +164,16 @@ def test_without_tools_any_function_may_be_called() -> None:
     assert collect(parse('<tool_call>{"name": "rm"}</tool_call>', [])).function_calls == (FunctionCall("rm", "{}"),)
 
 
+def test_a_call_that_a_check_refuses_stays_in_the_text() -> None:
+    text = "a<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    for cuts in ([], [1]):
+        for accepted in (False, True):
+            checks = {"f": lambda arguments, accepted=accepted: accepted and arguments == '{"a": "1"}'}
+            reply = collect(parse(text, cuts, tools=TOOLS, checks=checks))
+            wanted = ("a", "tool_calls", 1) if accepted else (text, "stop", 0)
+            assert (reply.content, reply.reason, len(reply.function_calls)) == wanted
+
+
 def test_one_call_at_most() -> None:
     good, bad = '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f", "arguments": 5}</tool_call>'
     options: dict[str, Any] = {"tools": TOOLS, "one_call": True}

@@ -299,3 +299,24 @@ def test_schema_types() -> None:
         "string",
         "null",
     }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"properties": {"n": {"type": "integer"}}}}},
+        {
+            "type": "object",
+            "allOf": [{"properties": {"m": {"type": "string"}}}, {"properties": {"n": {"type": "integer"}}}],
+        },
+        {"properties": {"m": {"type": "string"}}, "additionalProperties": {"type": "integer"}},
+        {"properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"enum": [1, 2]}}},
+    ],
+)
+def test_a_parameters_schema_is_found_wherever_it_stands(schema: Any) -> None:
+    assert allowed_types(schema, "n") == {"integer"}
+    knot = {"anyOf": [{"$ref": "#"}] * 50, "properties": {"n": {"$ref": "#"}}}
+    assert allowed_types(knot, "n") == set()
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}
+    assert allowed_types({"properties": {"n": {"$ref": "#/$defs/d0"}}, "$defs": chain}, "n") == set()
+    assert allowed_types({"properties": {"n": {"type": "string", "allOf": [{"type": "null"}]}}}, "n") == {"string"}

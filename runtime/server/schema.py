@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clover.runtime.errors import RequestError
+from clover.runtime.text.tool_formats.values import find_reference
 
 Schema = Mapping[str, Any]
 MAX_CHECKS = 20_000  # schemas may refer to themselves: one value costs no more than this
@@ -105,7 +106,7 @@ def _fits(value: Any, schema: Any, root: Any, budget: list[int]) -> bool:
         return schema
     if not isinstance(schema, Mapping):
         return False
-    if "$ref" in schema and not _fits(value, _find(root, schema["$ref"]), root, budget):
+    if "$ref" in schema and not _fits(value, find_reference(root, schema["$ref"]), root, budget):
         return False
     kinds = schema.get("type")
     if kinds is not None and not any(_TYPES[k](value) for k in ([kinds] if isinstance(kinds, str) else kinds)):
@@ -139,15 +140,6 @@ def _fits_object(value: dict[str, Any], schema: Schema, root: Any, budget: list[
         return False
     rest = schema.get("additionalProperties", True)
     return all(_fits(item, known.get(name, rest), root, budget) for name, item in value.items())
-
-
-def _find(root: Any, reference: str) -> Any:
-    """What `#/a/b` points to; False, which nothing fits, when there is nothing."""
-    target = root
-    for part in reference[1:].split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        target = target.get(part, False) if isinstance(target, Mapping) else False
-    return target
 
 
 def _is_number(value: Any) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from clover.runtime.text.tool_formats import ParameterSchemas
 from clover.runtime.text.tool_formats.json_scanner import JsonError, JsonScanner, is_integer, is_number
+
+MAX_REFERENCES = 16  # followed one behind the other
 
 
 def container_text(text: str) -> str:
@@ -40,39 +42,55 @@ def parameter_schemas(tools: Iterable[Mapping[str, Any]] | None) -> ParameterSch
 
 def allowed_types(schema: Mapping[str, Any] | None, parameter: str) -> frozenset[str]:
     """JSON types the schema allows for a parameter; empty when it doesn't say, which means a string."""
-    if schema is None:
-        return frozenset()
-    properties = schema.get("properties")
-    node = properties.get(parameter) if isinstance(properties, Mapping) else None
-    return frozenset(_types(node, schema, 0))
-
-
-def _types(node: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(node, Mapping) or depth > 8:  # schemas may refer to themselves
-        return set()
     found: set[str] = set()
-    if node.get("nullable") is True:
-        found.add("null")
+    if schema is not None:
+        seen: set[int] = set()
+        for part in _parts(schema, schema, set(), into_typed=True):
+            properties, others = part.get("properties"), part.get("additionalProperties")
+            node = properties.get(parameter, others) if isinstance(properties, Mapping) else others
+            for option in _parts(node, schema, seen):
+                found |= _own_types(option)
+    return frozenset(found)
+
+
+def find_reference(root: Any, reference: str) -> Any:
+    """What a `$ref` such as `#/$defs/a` points to; False, the schema that nothing fits, when that is nothing."""
+    target = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        target = target.get(part, False) if isinstance(target, Mapping) else False
+    return target
+
+
+def _parts(
+    node: Any, root: Mapping[str, Any], seen: set[int], depth: int = 0, *, into_typed: bool = False
+) -> Iterator[Mapping[str, Any]]:
+    """A schema and those that it is put together from, each once: they may refer to themselves and each other. One that
+    has a type is not looked into unless `into_typed`: its parts can only narrow it down."""
+    if not isinstance(node, Mapping) or id(node) in seen or depth > MAX_REFERENCES:
+        return
+    seen.add(id(node))
+    yield node
+    if "type" in node and not into_typed:
+        return
+    for key in ("anyOf", "oneOf", "allOf"):
+        options = node.get(key)
+        for option in options if isinstance(options, list) else ():
+            yield from _parts(option, root, seen, depth + 1, into_typed=into_typed)
+    reference = node.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        yield from _parts(find_reference(root, reference), root, seen, depth + 1, into_typed=into_typed)
+
+
+def _own_types(node: Mapping[str, Any]) -> set[str]:
+    found: set[str] = {"null"} if node.get("nullable") is True else set()
     declared = node.get("type")
     if isinstance(declared, str):
         return found | {declared}
     if isinstance(declared, list):
         return found | {name for name in declared if isinstance(name, str)}
-    for key in ("anyOf", "oneOf", "allOf"):
-        options = node.get(key)
-        if isinstance(options, list):
-            for option in options:
-                found |= _types(option, root, depth + 1)
-    reference = node.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        found |= _types(target, root, depth + 1)
     constants = node.get("enum", [node["const"]] if "const" in node else [])
-    if isinstance(constants, list):
-        found |= {_type_of(value) for value in constants}
-    return found
+    return found | {_type_of(value) for value in constants} if isinstance(constants, list) else found
 
 
 def _type_of(value: Any) -> str:
