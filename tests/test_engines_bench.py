@@ -7,6 +7,7 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from serve_support import chat_ids, nano
 from typer.testing import CliRunner
 
 from clover.cli import app
-from clover.engines.bench.command import bench_engine, make_settings
+from clover.engines.bench.command import bench_engine, make_settings, this_machine
+from clover.engines.bench.machine import CpuSpeeds
 from clover.engines.bench.measure import Plans, Run, Spread, measure, run_once, summarise
 from clover.engines.bench.roofline import against_roofline, count_experts
 from clover.engines.bench.tables import render
@@ -144,6 +146,31 @@ def test_measured_steps_cost_what_the_plan_says_of_the_same_steps(card: str) -> 
         on_cpu, [MeasuredStep(1, 0, 1, 0, 8.0)]
     )
     assert slower == pytest.approx(8 * 40 * on_cpu.weights.per_expert / 10e9)
+
+
+def test_what_ran_on_a_card_is_held_against_the_card_that_the_driver_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = nano().bundle.manifest
+    engine = SimpleNamespace(resident_experts=20)
+    target = manifest.target.model_copy(update={"backend": "tensorrt", "name": "h200", "sm": 90})
+    gpu_bundle: Any = SimpleNamespace(manifest=manifest.model_copy(update={"engines": (engine,), "target": target}))
+    monkeypatch.setattr("clover.engines.gpu_driver.detected_gpu", lambda: find_gpu("h200"))
+    machine = this_machine(gpu_bundle, "bfloat16", None)
+    assert machine is not None and (machine.gpu.name, machine.experts_resident, machine.backend) == (
+        "h200",
+        20,
+        "tensorrt",
+    )
+
+    def none() -> None:
+        raise CloverError("no driver")
+
+    monkeypatch.setattr("clover.engines.gpu_driver.detected_gpu", none)
+    assert this_machine(gpu_bundle, "bfloat16", None) is None
+    speeds = CpuSpeeds(10.0, 50.0, 200.0)
+    for activations, peak in (("8-bit", 0.2), ("float32", 0.05)):
+        machine = this_machine(nano().bundle, activations, speeds)
+        assert machine is not None and (machine.gpu.bandwidth_gbs, machine.gpu.bf16_tflops) == (10.0, peak)
+    assert speeds.best(CpuSpeeds(9.0, 60.0, 100.0)) == CpuSpeeds(10.0, 60.0, 200.0)
 
 
 def test_a_card_that_is_too_small_is_a_sentence() -> None:

@@ -185,7 +185,8 @@ def test_the_verb_writes_a_page_a_picture_or_json_and_refuses_the_rest(
     traced = json.loads((tmp_path / "t.json").read_text())
     assert traced["text"].startswith("[{") and traced["conditions"]["batch"] == 1
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    told = run.invoke(app, ["trace", directory, ORDER, "-o", str(tmp_path / "t.json"), "--threads", "1", "--json"])
+    piped = ["trace", directory, "-", "-o", str(tmp_path / "t.json"), "--threads", "1", "--json"]
+    told = run.invoke(app, piped, input=ORDER + "\n")
     assert json.loads(told.stdout)["steps"] == len(traced["steps"])
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     for arguments, told in (

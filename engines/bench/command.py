@@ -123,7 +123,7 @@ def bench_engine(
             opened, plans.found, max_context=context, max_rows=most, threads=threads,
             progress=lambda done, total: progress("experts", done, total),
         )  # fmt: skip
-        here = _this_machine(opened, conditions["activations"], speeds)
+        here = this_machine(opened, conditions["activations"], speeds)
         machines, reasons = machines_on(opened, targets, load.get("max_context"))
         rooflines = against_roofline(runs, steps, here, machines)
         conditions |= {
@@ -138,7 +138,7 @@ def _mean_tokens(counts: Sequence[int]) -> float:
     return round(sum(counts) / len(counts), 1)
 
 
-def _this_machine(bundle: Bundle, activations: str, speeds: CpuSpeeds | None) -> Machine | None:
+def this_machine(bundle: Bundle, activations: str, speeds: CpuSpeeds | None) -> Machine | None:
     """What the bundle ran on, None where that is a card that isn't known. speeds: of the CPU, where it ran there."""
     manifest = bundle.manifest
     if speeds is not None:

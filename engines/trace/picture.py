@@ -148,7 +148,7 @@ class _Canvas:
     # -- text ------------------------------------------------------------------------------------
 
     def _line(self, text: str, size: int) -> Figure:
-        return Figure(WIDTH, size + 4.0, text, (Text(0, size, text, size=size),))
+        return Figure(WIDTH, size + 10.0, text, (Text(0, size + 6, text, size=size),))
 
     def _paragraph(self, text: str, tone: str) -> Figure:
         lines = [line for part in text.split("\n") for line in self._wrap(part)]

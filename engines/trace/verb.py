@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,7 @@ from clover.runtime.terminal.verb import (
 @sentence_on_error
 def trace(
     bundle: BundlePath,
-    prompt: Annotated[str, typer.Argument(help="The user's message.")],
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The .html, .png or .json file to write.")],
     mode: Mode = None,
     threshold: Threshold = None,
@@ -43,6 +44,7 @@ def trace(
 ) -> None:
     """Draw how a reply developed: blocks, confidence, experts and time."""
     from clover.engines.trace.command import trace_command
+    from clover.runtime.run_command import read_prompt
     from clover.runtime.terminal.progress import Progress
 
     options = {
@@ -52,10 +54,11 @@ def trace(
         "coreset_top_p": coreset_top_p,
         "max_new_tokens": max_new_tokens,
     }
+    text = read_prompt(sys.stdin) if prompt == "-" else prompt
     load = {"max_context": max_context, "threads": threads, "provider": provider}
     with Progress("tracing", "", quiet=as_json) as shown:
         traced = trace_command(
-            bundle, prompt, out, options, load, raw=raw, dpi=dpi, progress=lambda phase: shown(phase, 0, 0)
+            bundle, text, out, options, load, raw=raw, dpi=dpi, progress=lambda phase: shown(phase, 0, 0)
         )
     if as_json:
         print_json({"out": str(out), **{part: len(getattr(traced, part)) for part in ("tokens", "steps", "blocks")}})
