@@ -175,6 +175,7 @@ def test_strings_stream_before_they_are_complete() -> None:
         '{"name": "f", "arguments": {"a": 1}{"b": 2}}',
         '{"name": "f", "arguments": {}, "arguments": {"a": 1}}',
         '{"name": "f", "arguments": {"a": 1, "a": 2}}',
+        '{"name": "f", "arguments": {}, "parameters": {"a": 1}}',
         '{"name": "f", "arguments": {"a": {"\\u0062": 1, "b": 2}}}',
         '{"name": "f", "arguments": {"a": "\\ud83d"}}',
         '{"name": "f", "arguments": {"a": "\\q"}}',
@@ -215,6 +216,7 @@ def test_json_forms() -> None:
         {"a": [1, "}"], "b": {"c": '"{'}},
     )
     assert call('{"arguments": {"a": 1}, "id": {"name": "x"}, "name": "g"}') == ("g", {"a": 1})
+    assert call('{"parameters": {"a": 1}, "name": "f"}') == ("f", {"a": 1})
     assert call('{"name": "f"}') == call('{"name": "f", "arguments": null}') == ("f", {})
     assert call('{"name": "f", "arguments": "{\\"a\\": 1}"}') == ("f", {"a": 1})
     assert call('{"name": "f", "arguments": {"a": "1\n2\t\x00"}}') == (

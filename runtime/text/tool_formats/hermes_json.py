@@ -3,7 +3,7 @@
 The arguments are given out as they come, as far as they are certain (json_scanner.py), but for their last bracket,
 which waits for the whole call. Members may stand in either order; arguments before the name wait for it. Absent or null
 arguments are {}, and a string that itself holds a JSON object (as OpenAI's API writes it) counts as that object, once
-the call is whole. Other members are passed over: some models add an id.
+the call is whole. `parameters` is another name of the arguments. Other members are passed over: some models add an id.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HermesJsonParser:
         self._runs: list[str] = []  # of the string that is the name, or the arguments
         self._waiting: list[str] = []  # arguments read but not given out
         self._arguments_end = "{}"  # what of the arguments only a whole call gives out
-        self._over = False
+        self._has_arguments = self._over = False
 
     def push(self, text: str) -> list[CallEvent]:
         """See CallParser."""
@@ -72,15 +72,22 @@ class HermesJsonParser:
             if (token.kind, token.text) == ("open", "["):
                 raise JsonError("a tool call is one JSON object")
         elif token.depth == 1 and token.kind == "key":
-            self._member = json.loads(token.text)
-            if len(self._member) > MAX_NAME:
-                raise JsonError("the name of a member is too long")
+            self._begin_member(json.loads(token.text))
         elif token.depth == 1 and token.kind in ("colon", "comma", "space"):
             pass
         elif self._member == "name":
             self._take_name(token)
         elif self._member == "arguments":
             self._take_arguments(token)
+
+    def _begin_member(self, member: str) -> None:
+        if len(member) > MAX_NAME:
+            raise JsonError("the name of a member is too long")
+        if member in ("arguments", "parameters"):
+            if self._has_arguments:
+                raise JsonError("the arguments are given twice")
+            self._has_arguments, member = True, "arguments"
+        self._member = member
 
     def _take_name(self, token: JsonToken) -> None:
         if token.kind != "string":
