@@ -29,7 +29,8 @@ from clover.runtime.session import Candidates, SequenceRows
 
 TRY_SHARE = 0.03  # of the time of autoregressive steps: what tries of fill that don't pay may cost
 KEPT_STEPS = 4  # steps of fill that may be saved up: what it loses before it is left
-FIRST_LOOK = 2  # autoregressive tokens that measure the mode when nothing is known of it
+LOOK = 2  # autoregressive tokens that measure the mode
+LOOK_AFTER = 200  # autoregressive steps' worth of fill until it is measured again
 MARGIN = 1.1  # leaving a block must promise to be this much cheaper
 KEPT_TIMES = 15
 
@@ -51,10 +52,12 @@ class StepTimesSeen:
         self._seen: dict[Kind, deque[float]] = {k: deque(maxlen=KEPT_TIMES) for k in get_args(Kind)}
         self._account = 0.0
         self._promised: tuple[int, int] | None = None  # steps and tokens of a block that no autoregressive time judged
+        self._unseen = 0.0  # seconds of fill since the last autoregressive step
 
     def add(self, kind: Kind, seconds: float) -> None:
         """A step of a kind took so long."""
         self._seen[kind].append(seconds)
+        self._unseen = 0.0 if kind == "autoregressive" else self._unseen + seconds
         if kind == "autoregressive" and self.known:
             self._put(TRY_SHARE * seconds)
             if self._promised is not None:
@@ -66,6 +69,11 @@ class StepTimesSeen:
     def known(self) -> bool:
         """Whether there were steps of both modes."""
         return bool(self._seen["autoregressive"]) and any(self._seen[kind] for kind in PREVIEWS)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the autoregressive mode was last measured so long ago that it should be measured again."""
+        return self.known and self._unseen > LOOK_AFTER * self.autoregressive
 
     @property
     def autoregressive(self) -> float:
@@ -139,11 +147,11 @@ class AdaptiveDecoder:
         self._block_steps = 0
         self._began = 0.0
         self._inner: FillDecoder | AutoregressiveDecoder
-        if times.allows_fill(options.block_size):
+        if times.allows_fill(options.block_size) and not times.stale:
             self._inner = self._fill(prompt)
         else:
             self._inner = self._autoregressive(prompt)
-            self._left = 0 if times.known else FIRST_LOOK
+            self._left = 0 if times.known and not times.stale else LOOK
 
     # -- Decoder -------------------------------------------------------------------------------
 
@@ -208,7 +216,7 @@ class AdaptiveDecoder:
                 times.promise(
                     steps if over else steps + steps_left(inner, steps), inner.settled + 1 if inner.done else size
                 )
-                return [] if inner.done else self._leave(inner, FIRST_LOOK)
+                return [] if inner.done else self._leave(inner, LOOK)
             return []
         if inner.done:
             # in the other mode the end of sequence is a step of its own
@@ -216,6 +224,8 @@ class AdaptiveDecoder:
             return []
         if over:
             times.note_block(steps, 1.0, size)
+            if times.stale:
+                return self._leave(inner, LOOK)
             return [] if times.allows_fill(size) else self._leave(inner, 0)
         if not leaving_pays(inner, steps, size, times):
             return []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
-from engine_support import NANO, bundle
-from serve_support import nano
+from engine_support import NANO, REPOSITORY, bundle
+from serve_support import RunningServer, nano, nano_slots
 from typer.testing import CliRunner, Result
 
 from clover.cli import app
@@ -59,6 +60,23 @@ def test_decisions_are_what_the_api_decides(tmp_path: Path) -> None:
     assert len(alone["forms"]) == 4 and alone["answers"].keys() == got["answers"].keys()
     table = clover("decide", "--document", file, *options).stdout
     assert all(name in table for name in got["answers"]) and str(got["answers"]["refund"]) in table
+
+
+def test_the_documents_calls_over_http_run() -> None:
+    page = (REPOSITORY / "docs" / "forms.md").read_text()
+    (calls,) = [block for block in page.split("```")[1::2] if "curl" in block]
+    words = shlex.split(calls)
+    at = [n for n, word in enumerate(words) if word == "curl"]
+    with RunningServer(nano_slots(1), slots=1, cache_mb=16) as server:
+        for start, end in zip(at, [*at[1:], len(words)], strict=True):
+            _, url, _, header, _, body = words[start:end]
+            path = "/" + url.partition("/")[2]
+            got = server.http.post(path, content=body, headers=dict([header.split(": ")]))
+            assert got.status_code == 200, got.text
+            reply = got.json()
+            assert json.loads(reply["text"]) == reply["values" if path.endswith("fill") else "answers"]
+            assert reply["usage"]["steps"] >= 1 and reply["confidences"].keys() == json.loads(reply["text"]).keys()
+    assert len(at) == 2
 
 
 def test_choices_are_json_values_or_texts() -> None:

@@ -138,6 +138,12 @@ def test_fill_is_left_and_taken_up_as_it_pays() -> None:
         steps += 1
     assert 100 < steps < 1000
     assert not times.allows_fill(8), "a block filled in one step would not pay either"
+    assert not times.stale
+    for _ in range(21):
+        times.add("preview", 10.0)
+    assert times.stale, "what the other mode costs is looked at again"
+    times.add("autoregressive", 0.5)
+    assert not times.stale and times.autoregressive == 0.5
 
 
 def test_adaptive_begins_where_a_conversation_was_kept() -> None:
