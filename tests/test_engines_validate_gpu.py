@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from engine_support import NANO
+from gpu_stand_in import StandInContext, StandInDriver, StandInTensorRt, view
 from gpu_support import gpu_bundle
+from onnx import TensorProto
 from typer.testing import CliRunner, Result
 
 from clover.cli import app
@@ -21,9 +25,11 @@ from clover.engines.manifest import MANIFEST, Manifest
 from clover.engines.tensorrt.checks import Check, check_parts, static_checks
 from clover.engines.tensorrt.engine_file import read_header
 from clover.engines.tensorrt.kernels import needed_operators
+from clover.engines.tensorrt.open import open_gpu_session
+from clover.exporter.graph.tensorrt.builder import TypedBuilder
 from clover.runtime.errors import BundleError
 
-pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx-cu13")
+tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx-cu13")
 pytest.importorskip("triton", reason="compiling the kernels needs triton")
 
 ENGINE, LAYERS = "engines/step-sm120.engine", "engines/step-sm120.layers.json"
@@ -297,3 +303,63 @@ def test_the_graph_of_a_gpu_bundle_is_validated_on_the_cpu(sound: Bundle) -> Non
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["numbers_compared"] and found["comparisons"][0]["passed"] and found["checks"] == []
+
+
+# -- on a card, as far as a stand-in shows it -----------------------------------------------------------
+
+
+CARD = DetectedGpu(0, "NVIDIA GeForce RTX 5070 Ti", 120, 16 * 2**30, 896.0)
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card made of ONNX Runtime, which rounds activations to bfloat16 where the engine does."""
+
+    def open_on_stand_in(bundle: Bundle, **options: Any) -> Any:
+        driver = StandInDriver()
+        stand_in = StandInTensorRt(tensorrt_rtx, bundle, driver, ml_dtypes.bfloat16)
+        return open_gpu_session(bundle, stand_ins={"driver": driver, "trt": stand_in, "cards": [CARD]}, **options)
+
+    def rounded(cast: Callable[[TypedBuilder, str], str]) -> Callable[[TypedBuilder, str], str]:
+        def both_ways(self: TypedBuilder, x: str) -> str:
+            if self.low != TensorProto.FLOAT:
+                return cast(self, x)
+            return self.op("Cast", self.op("Cast", x, to=int(TensorProto.BFLOAT16)), to=int(TensorProto.FLOAT))
+
+        return both_ways
+
+    for name in ("to_low", "from_low"):
+        monkeypatch.setattr(TypedBuilder, name, rounded(getattr(TypedBuilder, name)))
+    monkeypatch.setattr("clover.engines.tensorrt.open.open_gpu_session", open_on_stand_in)
+    monkeypatch.setattr("clover.engines.validate.static.detected_cards", lambda: [CARD])
+
+
+@pytest.mark.parametrize("precision", ["int4", "bf16"])
+def test_on_a_card_the_engine_is_compared_with_onnxruntime(on_a_card: None, precision: str) -> None:
+    extra: dict[str, Any] = {} if precision == "int4" else {"sequences": 3, "with_logits": True}
+    result = cli("validate", gpu_bundle("5070ti", precision, **extra).directory, "--threads", "1", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {c["verdict"] for c in found["checks"]} == {"passed"} and found["trace_run_by"] == "tensorrt"
+    compared = found["gpu_against_onnxruntime"]
+    assert compared["passed"] and compared["rows"] == (134 if precision == "int4" else 202)
+    assert compared["mean_total_variation"] > 1e-3, "bfloat16 is rounded at all"
+    assert [name[-1] for name in compared["states"]] == list("00112233"), "in the order of layers"
+
+
+@pytest.mark.parametrize("name", ["recurrent.2", "values.1"])
+def test_on_a_card_the_first_wrong_state_is_named(
+    on_a_card: None, monkeypatch: pytest.MonkeyPatch, sound: Bundle, name: str
+) -> None:
+    run = StandInContext._run
+
+    def wrong(self: StandInContext, addresses: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
+        run(self, addresses, shapes)
+        dtype = np.float32 if name.startswith("recurrent") else ml_dtypes.bfloat16
+        view(addresses[f"next.{name}"], dtype, shapes[name])[...] *= 1.05
+
+    monkeypatch.setattr(StandInContext, "_run", wrong)
+    result = cli("validate", sound.directory, "--threads", "1", "--no-trace")
+    assert result.exit_code == 1
+    lines = " ".join(result.stdout.split()).partition("GPU engine against ONNX Runtime")[2]
+    assert f"FAILED: the GPU engine's {name} differs from ONNX Runtime's" in lines

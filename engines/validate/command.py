@@ -21,6 +21,7 @@ from clover.engines.validate.layers import Remembered, compare_layers
 from clover.engines.validate.metrics import Floats
 from clover.engines.validate.report import Comparison, render
 from clover.engines.validate.runs import make_runs, random_prompt
+from clover.engines.validate.sessions import SessionAgreement, compare_sessions
 from clover.engines.validate.static import StaticValidation, check_gpu_bundle, checks_table, refuse_options
 from clover.engines.validate.trace import trace_block
 from clover.engines.validate.weights import compare_weights, open_source
@@ -37,17 +38,19 @@ LARGE_MODEL = 1_000_000_000  # more parameters than this: the reference computes
 
 @dataclass(frozen=True)
 class Validation:
-    """The comparisons of one bundle. checks: of a GPU bundle's parts, before anything was loaded."""
+    """The comparisons of one bundle. checks: of a GPU bundle's parts, before anything was loaded; sessions: of its engine
+    with ONNX Runtime, where the engine ran."""
 
     bundle: Bundle
     prompt: list[int]
     comparisons: list[Comparison]
     provider: Provider
     checks: list[Check] = field(default_factory=list)
+    sessions: SessionAgreement | None = None
 
     @property
     def passed(self) -> bool:
-        return not any(c.failures for c in self.comparisons)
+        return not any(c.failures for c in self.comparisons) and not (self.sessions and self.sessions.failures)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,6 +61,7 @@ class Validation:
             "prompt": self.prompt,
             "layers_run_by": "cpu",
             "trace_run_by": self.provider,
+            "gpu_against_onnxruntime": self.sessions.to_json() if self.sessions else None,
             "comparisons": [c.to_json() for c in self.comparisons],
         }
 
@@ -66,8 +70,8 @@ class Validation:
 
         manifest = self.bundle.manifest
         title = f"{manifest.model.name}, {manifest.precision_plan.name}, {manifest.target.name}"
-        parts = [checks_table(title, self.checks)] if self.checks else []
-        return Group(*parts, render(title, self.comparisons))
+        before = [checks_table(title, self.checks)] if self.checks else []
+        return Group(*before, render(title, self.comparisons), *(self.sessions.render() if self.sessions else ()))
 
 
 def validate(
@@ -83,7 +87,8 @@ def validate(
     """Compares a bundle's engine with the NumPy reference on the bundle's own weights, and on the checkpoint's.
 
     The layers are those of the step graph, run by ONNX Runtime on the CPU. `provider`: what runs the trace, by default a
-    GPU bundle's engine; an engine for another backend rounds differently, so that its trace is reported, not gated.
+    GPU bundle's engine; an engine for another backend rounds differently, so that its trace is reported, not gated, and
+    a GPU engine is compared with ONNX Runtime besides, state and candidates of the same steps.
     `prompt`: token ids, random ordinary ones when not given.
 
     Raises BundleError when the engine can't run here, CheckpointError when the checkpoint is not the one the bundle was
@@ -116,7 +121,8 @@ def validate(
     if source is not None:
         found = compare("checkpoint", source.tensors(), checkpoint_gates(precision))
         comparisons.append(replace(found, weights=compare_weights(WeightStore(bundle), source)))
-    return Validation(bundle, ids, comparisons, chosen)
+    sessions = compare_sessions(bundle, runs, top_p, threads) if chosen == "tensorrt" else None
+    return Validation(bundle, ids, comparisons, chosen, sessions=sessions)
 
 
 def _check_prompt(bundle: Bundle, prompt: Sequence[int]) -> list[int]:
