@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,22 +221,24 @@ def _make_entry(bundle: Bundle, root: Path, name: str, identity: dict[str, str])
     log.warning("packing weights for this CPU, once: up to %.1f GB in %s", needed / 1e9, root)
     work.mkdir()
     try:
-        (work / MODEL).write_bytes(pack_weights(bundle, work))
-        files = sorted(work.iterdir())
-        for path in files:
-            _flush(path)
-        begun = time.time_ns()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            hashes = dict(zip(files, pool.map(hash_file, files), strict=True))
+        hashing: dict[Path, Future[str]] = {}
+        with ThreadPoolExecutor(1) as pool:  # a file is hashed while the next is packed, as long as memory holds it
+            model = pack_weights(
+                bundle, work, lambda path: hashing.setdefault(path, pool.submit(_flush_and_hash, path))
+            )
+            (work / MODEL).write_bytes(model)
+            hashing[work / MODEL] = pool.submit(_flush_and_hash, work / MODEL)
+        hashes = {path: hashed.result() for path, hashed in sorted(hashing.items())}
+        begun = time.time_ns()  # nobody else writes into the directory of whoever holds the lock
         stamp = {
             "identity": identity,
-            "files": {p.name: {**_size_and_time(p), "sha256": hashes[p]} for p in files},
+            "files": {p.name: {**_size_and_time(p), "sha256": sha256} for p, sha256 in hashes.items()},
         }
         (work / STAMP).write_text(json.dumps({**stamp, "sha256": _digest(stamp)}, indent=1), encoding="utf-8")
         if (root / name).exists():
             shutil.rmtree(root / name)
         work.rename(root / name)
-        note_checked(bundle.directory, {root / name / p.name: hashes[p] for p in files}, begun)
+        note_checked(bundle.directory, {root / name / p.name: sha256 for p, sha256 in hashes.items()}, begun)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -288,10 +290,11 @@ def _size_and_time(path: Path) -> dict[str, int]:
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
-def _flush(path: Path) -> None:
-    """Puts a file on the disk before anything names it; raises OSError when it does not fit."""
+def _flush_and_hash(path: Path) -> str:
+    """Puts a file on the disk before anything names it; returns its sha256. Raises OSError when it does not fit."""
     with path.open("r+b") as file:
         os.fsync(file.fileno())
+    return hash_file(path)
 
 
 def _manifest_hash(bundle: Bundle) -> str:

@@ -3,13 +3,14 @@
 ONNX Runtime saves packed weights with a model when asked to, but only after it has packed the whole model in memory.
 Here it is given small models instead: some of the graph's matrix products with nothing between them. Each leaves a
 file with their weights, original and packed; the step graph is then written to point into those files. On load ONNX
-Runtime packs each weight again, finds the result in the file by its hash, and maps that: a weight that would be
-packed otherwise than foreseen here stays private, and nothing else happens.
+Runtime packs each weight again, finds the result in the file by its hash, compares it, and maps that: a weight that
+would be packed otherwise than foreseen here stays private, and nothing else happens. It can't be kept from packing
+and comparing: a file that holds something else than the packed original is refused (since version 1.32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,8 +38,9 @@ def cache_bytes(bundle: Bundle) -> int:
     return sum(map(_nbytes, external.values())) + packable_bytes(bundle) * 9 // 8
 
 
-def pack_weights(bundle: Bundle, directory: Path) -> bytes:
-    """Writes the weights, original and packed, into `directory`; returns the step graph that points at them.
+def pack_weights(bundle: Bundle, directory: Path, written: Callable[[Path], object]) -> bytes:
+    """Writes the weights, original and packed, into `directory`; returns the step graph that points at them. `written`
+    is told of every file as soon as it is whole.
 
     Raises OSError when the disk is full, and what onnxruntime raises.
     """
@@ -49,10 +51,12 @@ def pack_weights(bundle: Bundle, directory: Path) -> bytes:
         for tensor in _pack_group(bundle, model, group, {**inline, **external}, directory, f"part-{number:03}"):
             if tensor.name in external:
                 placed.setdefault(tensor.name, tensor)
+        written(directory / f"part-{number:03}.bin")
     with (directory / OTHER_FILE).open("wb") as file:
         for name, tensor in external.items():
             if name not in placed:
                 placed[name] = _copy_tensor(bundle, tensor, file)
+    written(directory / OTHER_FILE)
     tensors = [placed.get(t.name, t) for t in model.graph.initializer]
     _check_places(tensors, directory)
     del model.graph.initializer[:]
