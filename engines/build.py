@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from clover import __version__
 from clover.engines.bundle import Bundle, check_output, file_entry, publish, working_directory
-from clover.engines.calibrate.use import describe_calibration
+from clover.engines.calibrate.use import open_calibration
 from clover.engines.manifest import MANIFEST, Graph, Manifest, Model, Target, UsedCalibration
-from clover.exporter.calibration import load_calibration
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.config import BLOCK_SIZES, ModelConfig, read_json
 from clover.exporter.config_reader import read_config, require_mask_token
@@ -122,8 +121,9 @@ def build_bundle(
     tokenizer = load_tokenizer(request.checkpoint, config)
     defaults = decode_defaults(request.checkpoint, config, precision, block_sizes, gpu.gpu.name if gpu else "cpu")
     items = store_plan(config, precision)
-    calibration = load_calibration(request.calibration) if request.calibration else None
-    used = describe_calibration(request.calibration, calibration, checkpoint, items) if calibration else None
+    calibration, used = (
+        open_calibration(request.calibration, checkpoint, items) if request.calibration else (None, None)
+    )
     with working_directory(out, replace=request.replace) as work:
         if request.reuse:
             reuse_weights(request.reuse, work, checkpoint, precision, used)
@@ -187,7 +187,11 @@ def build_bundle(
 
 
 def reuse_weights(
-    source: Path, work: Path, checkpoint: Checkpoint, precision: PrecisionPlan, calibration: UsedCalibration | None = None
+    source: Path,
+    work: Path,
+    checkpoint: Checkpoint,
+    precision: PrecisionPlan,
+    calibration: UsedCalibration | None = None,
 ) -> None:
     """Takes the weight files of a finished bundle over into `work`, by link where the file system has them.
 
@@ -201,7 +205,9 @@ def reuse_weights(
         raise BundleError(f"--reuse {source} has other precisions ({manifest.precision_plan.name}); leave --reuse out.")
     if manifest.calibration != calibration:
         had = "another calibration" if manifest.calibration else "no calibration"
-        raise BundleError(f"--reuse {source} was built with {had}; give the --calibration it has, or leave --reuse out.")
+        raise BundleError(
+            f"--reuse {source} was built with {had}; give the --calibration it has, or leave --reuse out."
+        )
     for name in manifest.files:
         place = work / name
         if not name.endswith(".safetensors") or place.exists():

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from clover.exporter.config import ModelConfig
 from clover.exporter.precision import plan_precision
-from clover.exporter.safetensors_file import SafetensorsFile
+from clover.exporter.safetensors_file import NUMPY_DTYPES, SafetensorsFile
+from clover.exporter.store_layout import StoreEntry, layout
 from clover.exporter.store_plan import StoreItem, store_plan
 from clover.runtime.errors import CheckpointError, CloverError
 
@@ -27,6 +28,8 @@ FORMAT = "clover-calibration"
 VERSION = "1"
 # Fewer rows say too little: the mean of n squares of a Gaussian channel is off by √(2/n), here a quarter.
 LEAST_ROWS = 32
+
+_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}  # safetensors' names
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -128,13 +131,19 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str], form: str) -> str:
-    """Writes a safetensors file with a hash of its content beside `path` and renames it there; the file's sha256."""
-    from safetensors.numpy import save
+    """Writes a safetensors file with a hash of its content beside `path` and renames it there; the file's sha256.
 
+    The same tensors and metadata give the same bytes, which the safetensors library doesn't promise.
+    """
     body = {**metadata, "format": form, "version": VERSION}
     work = path.with_name(f".{path.name}.writing")
     try:
-        work.write_bytes(save(dict(tensors), {**body, "content": _content_hash(tensors, body)}))
+        entries = [StoreEntry(name, _DTYPES[t.dtype], t.shape) for name, t in sorted(tensors.items())]
+        header, places = layout(entries, {**body, "content": _content_hash(tensors, body)})
+        with work.open("wb") as file:
+            file.write(header)
+            for name in sorted(places, key=lambda n: places[n]):
+                file.write(np.ascontiguousarray(tensors[name]).data)
         sha256 = _file_hash(work)
         work.replace(path)
     finally:

@@ -222,7 +222,7 @@ def test_even_importance_is_the_search_of_plain_errors_and_rows_are_by_themselve
     one, one_scale = weighted_quantize.quantize_int4_weighted(weight[2, 650:], even, 128)
     np.testing.assert_array_equal(packed[2, 650:], one)
     np.testing.assert_array_equal(scales[2, 650:], one_scale)
-    with pytest.raises(CloverError, match="layers.0.w holds NaN"):
+    with pytest.raises(CloverError, match=r"layers\.0\.w holds NaN"):
         weighted_quantize.quantize_int4_weighted(
             np.full((1, 128), np.nan, np.float32), even[:128], 128, name="layers.0.w"
         )

@@ -66,12 +66,16 @@ class CalibrationSession(ObservedSession):
         self._store, self._gate_up = store, {i.layer: i for i in store.items if i.transform == "expert_gate_up"}
         self.sums = ModelSums.empty(self._config)
         self.rows = {"commit": 0, "preview": 0}
-        self._most_waiting = rows_kept(self._config)
+        self._most_waiting, self._saved = rows_kept(self._config), 0
 
     @property
-    def enough_waiting(self) -> bool:
-        """Whether rows should be added before the next prompt."""
-        return self.sums.rows_waiting >= self._most_waiting
+    def worth_saving(self) -> bool:
+        """Whether enough rows have come together since `saved`."""
+        return sum(self.rows.values()) - self._saved >= self._most_waiting
+
+    def saved(self) -> None:
+        """What is summed so far is on the disk."""
+        self._saved = sum(self.rows.values())
 
     def add_waiting(self) -> None:
         """Adds the rows of routed experts that wait."""
@@ -131,10 +135,11 @@ def record(
             for _ in decode(session, decoder, 0, StepTimes()):
                 pass
             done = number + 1
-            if session.enough_waiting and done < len(ids):
+            if session.worth_saving and done < len(ids):
                 session.add_waiting()
                 state = {"done": json.dumps(done), "rows": json.dumps(session.rows), "recorded": json.dumps(recorded)}
                 write_tensors(partial, session.sums.tensors(), state, UNFINISHED)
+                session.saved()
             progress("prompts", done, len(ids))
         session.add_waiting()
         _check_finite(bundle, session.sums)
@@ -173,6 +178,7 @@ def _resume(partial: Path, session: CalibrationSession, recorded: Mapping[str, A
         if json.loads(state["recorded"]) == dict(recorded):
             session.sums.take(tensors)
             session.rows = json.loads(state["rows"])
+            session.saved()
             return int(json.loads(state["done"]))
     return 0
 

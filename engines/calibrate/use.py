@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from clover.engines.manifest import UsedCalibration
-from clover.exporter.calibration import Calibration
+from clover.exporter.calibration import Calibration, load_calibration
 from clover.exporter.checkpoint import Checkpoint
 from clover.exporter.store_plan import StoreItem
 from clover.exporter.weights import weighted_items
 from clover.runtime.errors import CloverError
 
 
-def describe_calibration(
-    path: Path, calibration: Calibration, checkpoint: Checkpoint, items: tuple[StoreItem, ...]
-) -> UsedCalibration:
-    """What `calibration` (read from `path`) will act on. Raises CloverError when it is another model's, or acts on nothing."""
+def open_calibration(
+    path: Path, checkpoint: Checkpoint, items: tuple[StoreItem, ...]
+) -> tuple[Calibration, UsedCalibration]:
+    """A calibration file, and what it will act on. Raises CloverError when it is damaged, another model's, or acts on nothing."""
+    calibration = load_calibration(path)
     calibration.check_model(path, checkpoint.fingerprint(), checkpoint.config)
     weighted = weighted_items(checkpoint, items, calibration)
     if not weighted:
@@ -25,10 +26,11 @@ def describe_calibration(
         )
     layers = sorted({item.layer for item in weighted if item.tensor_class == "experts" and item.layer is not None})
     rare = {str(layer): tuple(calibration.rare_experts(layer)) for layer in layers}
-    return UsedCalibration(
+    used = UsedCalibration(
         sha256=calibration.sha256,
         prompts=calibration.recorded["prompts"],
         rows=sum(calibration.recorded["rows"].values()),
         tensors=tuple(item.name for item in weighted),
         weight_only_experts={layer: experts for layer, experts in rare.items() if experts},
     )
+    return calibration, used
