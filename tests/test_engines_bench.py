@@ -59,7 +59,13 @@ def test_an_engine_is_measured_under_every_setting(tmp_path: Path) -> None:
             assert s["tokens"] == base["tokens"]  # the same replies
         if name.startswith("fill"):
             assert f"t{s['options']['threshold']:g}" in name and s["steps_per_block"] >= 1
-        spreads = ("tokens_per_second", "first_token_ms", "ratio", "experts_per_layer", "roofline_percent")
+        spreads = [
+            "tokens_per_second", "first_token_ms", "ratio", "experts_per_layer", "roofline_percent",
+        ]  # fmt: skip
+        assert s["tokens_per_step_spread"]["low"] <= s["tokens_per_step"] <= s["tokens_per_step_spread"]["high"]
+        assert (s["steps_per_block_spread"] is None) == (s["steps_per_block"] is None)
+        if s["steps_per_block"] is not None:
+            spreads.append("steps_per_block_spread")
         for spread in (s[key] for key in spreads):
             assert (
                 0 < spread["low"] <= spread["quarter"] <= spread["median"] <= spread["three_quarters"] <= spread["high"]
@@ -193,6 +199,8 @@ def test_runs_are_interleaved_and_paired(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({tuple(o for _, o in seen[i : i + 2]) for i in range(0, len(seen), 2)}) == 2
     a, b = summarise(runs)
     assert (a.runs, a.tokens, a.tokens_per_step, a.steps_per_block) == (24, 240, 2.0, 2.5)
+    assert a.tokens_per_step_spread == Spread(2.0, 2.0, 2.0, 2.0, 2.0) and a.steps_per_block_spread is not None
+    assert a.steps_per_block_spread.median == 2.5
     assert b.ratio == Spread(2.0, 2.0, 2.0, 2.0, 2.0) and b.python_share == 0.5
 
 

@@ -71,7 +71,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """One setting over all prompts and repetitions. `ratio`: tokens/s against the first setting, paired by run."""
+    """One setting over all prompts and repetitions. `tokens_per_step` and `steps_per_block` are of all runs together, their
+    spreads of each run's. `ratio`: tokens/s against the first setting, paired by run."""
 
     name: str
     runs: int
@@ -79,7 +80,9 @@ class Summary:
     tokens_per_second: Spread | None
     first_token_ms: Spread | None
     tokens_per_step: float
+    tokens_per_step_spread: Spread | None
     steps_per_block: float | None  # None: no blocks in this mode
+    steps_per_block_spread: Spread | None
     python_share: float
     ratio: Spread | None
 
@@ -156,7 +159,9 @@ def summarise(runs: Mapping[str, Sequence[Run]]) -> list[Summary]:
                 tokens_per_second=Spread.of(rates),
                 first_token_ms=Spread.of([1e3 * r.first for r in own if r.first is not None]),
                 tokens_per_step=sum(r.tokens for r in own) / max(steps, 1),
+                tokens_per_step_spread=Spread.of([r.tokens / r.steps for r in own if r.steps]),
                 steps_per_block=steps / blocks if blocks else None,
+                steps_per_block_spread=Spread.of([r.steps / r.blocks for r in own if r.blocks]),
                 python_share=1 - sum(r.engine_seconds for r in own) / seconds,
                 ratio=Spread.of(pairs),
             )

@@ -48,13 +48,16 @@ def _speed(settings: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _steps(settings: Sequence[Mapping[str, Any]]) -> Table:
-    spreads = [("experts per layer", "experts_per_layer", 1), ("% of roofline", "roofline_percent", 1)]
-    spreads = [column for column in spreads if column[1] in settings[0]]
-    table = _table("Steps", ["tokens per step", "steps per block", *(heading for heading, _, _ in spreads)])
+    columns = [
+        ("tokens per step", "tokens_per_step_spread", 1),
+        ("steps per block", "steps_per_block_spread", 2),
+        ("experts per layer", "experts_per_layer", 1),
+        ("% of roofline", "roofline_percent", 1),
+    ]
+    columns = [column for column in columns if column[1] in settings[0]]
+    table = _table("Steps: medians and quartiles over runs", [heading for heading, _, _ in columns])
     for s in settings:
-        blocks = s["steps_per_block"]
-        row = [s["name"], f"{s['tokens_per_step']:.2f}", "-" if blocks is None else f"{blocks:.2f}"]
-        table.add_row(*row, *(_spread(s[key], digits) for _, key, digits in spreads))
+        table.add_row(s["name"], *(_spread(s[key], digits) for _, key, digits in columns))
     return table
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clover.engines.bundle import Bundle
+from clover.engines.cpu_cache import fits_in_memory
 from clover.engines.open import PREFILL_ROWS
 from clover.engines.trace.routing import replay
 from clover.runtime.ort_session import OrtSession
@@ -80,6 +81,7 @@ def part_times(
             max_context=max_context,
             max_rows=most,
             threads=threads,
+            prepack=fits_in_memory(bundle),
             profile=Path(folder) / "profile",
         )
         try:

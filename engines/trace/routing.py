@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clover.engines.bundle import Bundle
+from clover.engines.cpu_cache import fits_in_memory
 from clover.engines.observed_session import ObservedSession, give_out
 from clover.engines.open import PREFILL_ROWS
 from clover.runtime.errors import BundleError
@@ -81,6 +82,7 @@ def open_routing_session(
         max_context=max_context,
         max_rows=max(PREFILL_ROWS, 2 * max(bundle.manifest.block_sizes), max_rows),
         threads=threads,
+        prepack=fits_in_memory(bundle),
     )
 
 
