@@ -8,7 +8,7 @@ from typing import Any
 import jiter
 import pytest
 from call_support import CUTS, NAMES, REPLIES, TOKENIZER, TOOLS, Call, calls, parse_pieces
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover.runtime.text.function_calls import FunctionArgumentsDelta, FunctionCallEnded, FunctionCallStarted
@@ -56,6 +56,7 @@ def is_object(text: str) -> bool:
 FILLER = st.sampled_from(["", "\n", "Looking.", "<", "é\n"])
 
 
+@settings(deadline=None)
 @given(st.lists(calls(), max_size=3), FILLER, FILLER, CUTS, st.booleans(), st.booleans())
 def test_well_formed_calls(
     wanted: list[Call], before: str, after: str, cuts: list[int], held: bool, closed: bool
@@ -73,6 +74,7 @@ def test_well_formed_calls(
     assert reply.content.replace("\n", "") == (before + after).replace("\n", "")
 
 
+@settings(deadline=None)
 @given(st.lists(calls(), min_size=1, max_size=2), CUTS, st.integers(0, 400), st.booleans())
 def test_calls_cut_anywhere(wanted: list[Call], cuts: list[int], kept: int, held: bool) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "checks": {name: is_object for name in NAMES} if held else {}}
@@ -88,6 +90,7 @@ def test_calls_cut_anywhere(wanted: list[Call], cuts: list[int], kept: int, held
         assert whole[i].arguments.startswith(call.arguments)
 
 
+@settings(deadline=None)
 @given(REPLIES, CUTS, st.booleans(), st.booleans())
 def test_any_reply_in_any_split(text: str, cuts: list[int], limit: bool, one_call: bool) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "stop": ["STOP"], "hit_limit": limit, "one_call": one_call}

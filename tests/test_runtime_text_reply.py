@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover.runtime.text.function_calls import FunctionArgumentsDelta, FunctionCallEnded, FunctionCallStarted
@@ -38,6 +38,7 @@ def reply(text: str, sizes: int = 32, **options: object) -> ReplyText:
 WORDS = [GOOD, BAD, "<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "STOP", "é", "<|im_end|>", "Hi."]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(WORDS), max_size=8).map("".join), st.integers(1, 40), st.booleans())
 def test_block_size_does_not_matter(text: str, sizes: int, limit: bool) -> None:
     assert reply(text, sizes, stop=["STOP"], hit_limit=limit) == reply(text, 10_000, stop=["STOP"], hit_limit=limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clover.runtime.errors import RequestError
@@ -67,6 +67,7 @@ def split(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(places)]
 
 
+@settings(deadline=None)
 @given(REPLIES, st.lists(st.integers(0, 500), max_size=12), STOPS, st.booleans())
 @example("aSTOP", [4], ["STOP", "TO"], False)  # STOP begins first, though TO is complete first
 @example("aSTO", [], ["STOP", "TO"], False)  # at the end the unfinished STOP gives way to TO
@@ -76,6 +77,7 @@ def test_any_split_gives_the_same_result(reply: str, cuts: list[int], stop: list
     assert joined(parse(list(reply), stop=stop, starts_in_thinking=thinking)) == whole
 
 
+@settings(deadline=None)
 @given(REPLIES, STOPS)
 def test_only_markers_newlines_and_what_follows_a_stop_are_lost(reply: str, stop: list[str]) -> None:
     events = parse(list(reply), stop=stop, parse_thinking=False, parse_tools=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jiter
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover.runtime.text.tool_formats import ArgumentsDelta, CallEnded, CallMalformed, CallName
@@ -118,6 +118,7 @@ VALUES = st.lists(st.sampled_from(["\n", "</param", "<", '"', "\\", "é"]) | st.
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text("abc_", min_size=1, max_size=4), VALUES))
 def test_xml_strings_survive(arguments: dict[str, str]) -> None:
     assert call(xml(arguments)) == ("f", arguments)
@@ -258,6 +259,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     st.text(min_size=1, max_size=9),
     st.dictionaries(st.text(max_size=4), JSON, max_size=3),
@@ -288,6 +290,7 @@ PIECES = [
 ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=20), st.lists(st.integers(0, 500), max_size=8))
 def test_any_text_in_any_split_is_safe(words: list[str], cuts: list[int]) -> None:
     text = "".join(words)
