@@ -49,6 +49,8 @@ def script(prompt: str) -> str:
     thought = "Let me see.\n</think>\n\n" if prompt.endswith("<think>\n") else ""
     if "<|im_start|>tool" in prompt:
         return thought + "It is 3 degrees at noon."
+    if "At once" in prompt:
+        return thought + CALLS
     if "get_weather" not in prompt:
         return thought + "I have no tools. " + CALLS
     return thought + "Looking.\n" + CALLS
@@ -282,10 +284,16 @@ def test_a_call_cut_by_the_limit_is_not_given_out_as_one(client: Any) -> None:
     assert [json.loads(c.function.arguments) for c in calls] == ARGUMENTS[:1]
 
 
-def test_reasoning_tokens_are_counted(client: Any) -> None:
+@pytest.mark.parametrize("content", ["Hi", "At once"])
+def test_reasoning_tokens_are_counted(client: Any, content: str) -> None:
+    strict = [{"type": "function", "function": {**f, "strict": True}} for f in FUNCTIONS]  # calls that come whole
     got = client.chat.completions.create(
-        model="nano", messages=[{"role": "user", "content": "Hi"}], extra_body={"enable_thinking": True}
+        model="nano",
+        messages=[{"role": "user", "content": content}],
+        extra_body={"enable_thinking": True},
+        **({"tools": strict} if content == "At once" else {}),
     )
+    assert bool(got.choices[0].message.tool_calls) == (content == "At once")
     tokenizer = nano().tokenizer
     assert got.usage and got.usage.completion_tokens_details and tokenizer
     reasoning = got.usage.completion_tokens_details.reasoning_tokens or 0
