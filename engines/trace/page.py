@@ -16,7 +16,7 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--panel);border:1
 margin:6px 0;font:12.5px/1.5 ui-monospace,monospace}
 figure{margin:0;break-inside:avoid;overflow-x:auto}svg{display:block;margin:6px 0 12px}
 text{font:10px system-ui,sans-serif}
-@media print{body{margin:0;max-width:none;font-size:11px}h2{break-after:avoid}svg{max-width:100%;height:auto}
+@media print{body{margin:0;max-width:none;font-size:11px}h2,p.dim{break-after:avoid}svg{max-width:100%;height:auto}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
 
