@@ -16,6 +16,7 @@ from call_support import CUTS, REPLIES, TOOLS, calls, parse_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
@@ -118,8 +119,9 @@ def check_responses(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[
     request = responses.ResponseRequest(ask(), "nano", True, {"tools": [], "tool_choice": "auto", "metadata": {}})
     request.echo.update(parallel_tool_calls=True, instructions=None, temperature=0.0, top_p=1.0, reasoning={})
     events = play(responses.stream(request, Played(pieces)))  # type: ignore[arg-type]
+    state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=openai.omit)
     for event in events:
-        RESPONSE_EVENT.validate_python(event)
+        state.handle_event(RESPONSE_EVENT.validate_python(event))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     kinds = [event["type"].removeprefix("response.") for event in events]
     whole = asyncio.run(responses.whole(request, Played(one_piece)))  # type: ignore[arg-type]
