@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,9 +18,11 @@ from clover.runtime.select import candidates_needed
 from clover.runtime.session import Candidates, SequenceRows
 
 
-@dataclass(frozen=True, slots=True)
-class TokenInfo:
-    """One response token: its id, raw log-probability at the step that chose it, and the alternatives there."""
+class TokenInfo(NamedTuple):
+    """One response token: its id, raw log-probability at the step that chose it, and the alternatives there.
+
+    A named tuple because replies make thousands: they cost less than half of a frozen dataclass.
+    """
 
     id: int
     logprob: float

@@ -129,7 +129,7 @@ class FillDecoder(ReplyDecoder):
             StepEvent(
                 self.counts.blocks,
                 self._block_step,
-                tuple(None if m else t for t, m in zip(self._block.tolist(), self._masked.tolist(), strict=True)),
+                tuple([None if m else t for t, m in zip(self._block.tolist(), self._masked.tolist(), strict=True)]),
                 tuple(filled),
                 tuple(confidence),
             )
@@ -153,37 +153,33 @@ class FillDecoder(ReplyDecoder):
         ids, logprobs = choose_tokens(candidates, self._options, self._rng)
         confidence = np.exp(logprobs)
         chosen = self.choose_positions(confidence, self._options.threshold)
-        positions = self._asked[chosen]
-        self._block[positions] = ids[chosen]
+        positions, ids = self._asked[chosen], ids[chosen]
+        self._block[positions] = ids
         self._masked[positions] = False
-        for row, position in zip(chosen.tolist(), positions.tolist(), strict=True):
-            token = int(ids[row])
+        tokens, filled = ids.tolist(), positions.tolist()
+        step, wanted = self.counts.steps, self._options.logprobs
+        extra = [alternatives(candidates, row, wanted) for row in chosen.tolist()] if wanted else [()] * len(tokens)
+        for position, token, logprob, others in zip(filled, tokens, logprobs[chosen].tolist(), extra, strict=True):
+            self._info[position] = TokenInfo(token, logprob, step, others)
             if token in self._eos:
                 self._end = min(self._end, position)
-            self._info[position] = TokenInfo(
-                token,
-                float(logprobs[row]),
-                self.counts.steps,
-                alternatives(candidates, row, self._options.logprobs),
-            )
-        self.last_filled = len(chosen)
+        self.last_filled = len(tokens)
         self._count_adjustments()
-        self._penalties.add(ids[chosen].tolist())
-        return positions.tolist(), confidence[chosen].tolist()
+        self._penalties.add(tokens)
+        return filled, confidence[chosen].tolist()
 
     def _emit(self) -> list[TokenInfo]:
         """The tokens that just became final: filled, with no mask before them, up to an end or the limit."""
         fresh: list[TokenInfo] = []
-        for position in range(self._emitted, len(self._block)):
+        for position in range(self._emitted, min(len(self._block), self._limit - self._before)):
             info = self._info[position]
-            # the limit comes first: whether an end beyond it is filled yet must not decide if the reply was cut
-            if info is None or self._before + position >= self._limit:
+            if info is None:
                 break
-            if info.id in self._eos:
+            if position == self._end:
                 self._done = True
                 break
             fresh.append(info)
-            self._emitted = position + 1
+        self._emitted += len(fresh)
         if not self._done and self._before + self._emitted >= self._limit:
             self._done = self._truncated = True  # what is filled never changes, so the block's rest can't matter
         self.counts.response_tokens = self._before + self._emitted
