@@ -96,7 +96,8 @@ def main() -> None:
                             done += 1
                             bar(task, done, total)
 
-                        options = {"threshold": args.threshold} if args.threshold else {}
+                        acts = args.threshold and mode in ("fill", "adaptive")
+                        options = {"threshold": args.threshold} if acts else {}
                         s = score(engine, task, args.count, tick, mode=mode, **options)
                         rows.append((precision, mode, task, s))
     if args.json:

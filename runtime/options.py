@@ -11,6 +11,10 @@ from clover.runtime.errors import RequestError
 
 Mode = Literal["fill", "autoregressive", "self-speculative", "adaptive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+INERT: Mapping[str, frozenset[str]] = {  # options that change nothing in a mode (docs/modes.md)
+    "autoregressive": frozenset({"threshold", "block_size", "coreset_top_p", "align_blocks"}),
+    "self-speculative": frozenset({"threshold", "align_blocks"}),
+}
 MAX_STOPS = 16
 LEAST_FACTOR = 0.01  # logits are divided by these: float32 overflows below
 MAX_LOGPROBS = 20
@@ -122,7 +126,7 @@ def _is_number(value: Any) -> bool:
 def make_options(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> DecodeOptions:
     """DecodeOptions from a bundle's defaults and a request's fields; None means not given.
 
-    Raises RequestError for a field that does not exist.
+    Raises RequestError for a field that does not exist, and for one that is given and does not act in the mode.
     """
     known = {f.name for f in fields(DecodeOptions)}
     for name in given:
@@ -131,7 +135,11 @@ def make_options(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Decod
     chosen = {**defaults, **{k: v for k, v in given.items() if v is not None}}
     if "length_ramp" in chosen:
         chosen["length_ramp"] = parse_length_ramp(chosen["length_ramp"])
-    return DecodeOptions(**chosen)
+    options = DecodeOptions(**chosen)
+    for name in INERT.get(options.mode, ()):
+        if given.get(name) not in (None, False):
+            raise RequestError(name, f"{name} does not act in mode {options.mode}; leave it out, or choose mode fill.")
+    return options
 
 
 def parse_length_ramp(value: object) -> LengthRamp | None:

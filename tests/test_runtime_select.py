@@ -156,3 +156,22 @@ def test_a_factor_that_float32_can_not_divide_by_is_refused(field: str) -> None:
         with pytest.raises(RequestError, match=field):
             make_options({}, {field: value})
     assert getattr(make_options({}, {field: 0.01}), field) == 0.01
+
+
+def test_an_option_that_does_not_act_in_a_mode_is_refused_by_name() -> None:
+    values = {"threshold": 0.5, "block_size": 16, "coreset_top_p": 0.5, "align_blocks": True}
+    acting = {
+        "fill": set(values),
+        "autoregressive": set(),
+        "self-speculative": {"block_size", "coreset_top_p"},
+        "adaptive": {"threshold", "block_size", "coreset_top_p"},
+    }
+    for mode, acts in acting.items():
+        make_options(values | {"align_blocks": False}, {"mode": mode, "align_blocks": False, "threshold": None})
+        for name, value in values.items():
+            if name in acts:
+                assert getattr(make_options({}, {"mode": mode, name: value}), name) == value
+                continue
+            with pytest.raises(RequestError, match=mode) as refused:
+                make_options({}, {"mode": mode, name: value})
+            assert refused.value.field == name
