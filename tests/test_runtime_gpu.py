@@ -44,10 +44,16 @@ class Machine:
         self.session = session
 
 
+def float_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of float32, on the stand-in as in the session; the real engine's record then differs from both."""
+    monkeypatch.setattr("clover.runtime.gpu.tensors.BFLOAT16", np.dtype(np.float32))
+    monkeypatch.setattr("clover.engines.tensorrt.checks._tensors", lambda bundle: "")
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Sequences enough for a batch, and float32 caches, so that both sessions compute the same."""
-    monkeypatch.setattr("clover.runtime.gpu.tensors.BFLOAT16", np.dtype(np.float32))
+    float_caches(monkeypatch)
     opened = Machine(bundle(), sequences=SEQUENCES)
     yield opened
     opened.session.close()
@@ -305,7 +311,7 @@ def test_host_memory_that_can_not_be_page_locked_is_told_as_such(monkeypatch: py
 
 def test_experts_leave_room_for_what_tentative_commits_keep_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clover.engines.tensorrt.open.RESERVE", 2**20)
-    monkeypatch.setattr("clover.runtime.gpu.tensors.BFLOAT16", np.dtype(np.float32))
+    float_caches(monkeypatch)
     roomy = Machine(bundle(), sequences=SEQUENCES)
     state = sum(s.buffer.nbytes for s in roomy.session._state.values())
     needed = state + roomy.trt.engine.get_device_memory_size_for_profile_v2(1)

@@ -164,6 +164,9 @@ def fixed_components(config: ModelConfig, weights: Weights, backend: Backend, sh
         if backend == "onnxruntime"
         else Component("CUDA context", CUDA_CONTEXT, "assumed: context, kernels, CUDA graphs")
     )
+    # a GPU engine's cache also has room for the rows of a step (exporter/graph/tensorrt)
+    rows = 0 if backend == "onnxruntime" else max(shape.prefill_chunk, 2 * shape.block_size)
+    tokens = shape.max_context + rows
     second, why = (
         ("output", "a run writes beside what it reads")
         if backend == "onnxruntime"
@@ -174,7 +177,7 @@ def fixed_components(config: ModelConfig, weights: Weights, backend: Backend, sh
         Component("recurrent state", recurrent, f"{s} {plural} x {recurrent_bytes(c):,} B, float32"),
         Component(f"recurrent state, {second}", recurrent, why),
         Component("conv ring", 2 * s * conv_ring_bytes(c, backend), f"{s} {plural}, twice as well"),
-        Component("KV cache", s * shape.max_context * kv, f"{s} {plural} x {shape.max_context:,} tokens x {kv:,} B"),
+        Component("KV cache", s * tokens * kv, f"{s} {plural} x {tokens:,} tokens x {kv:,} B"),
         Component("preview scratch", preview_scratch_bytes(c, backend, shape), f"{shape.block_size} rows a sequence"),
         Component("workspace", workspace_bytes(c, backend, shape), "activations of the widest run"),
         runtime,

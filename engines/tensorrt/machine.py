@@ -22,6 +22,8 @@ def build_command(bundle: Bundle, gpu: str) -> str:
     options = ["--precision", ",".join((base, *(f"{k}={v}" for k, v in others.items())))]
     if plan.group_size != plan_precision(manifest.config, base, others).group_size:
         options += ["--group-size", str(plan.group_size)]
+    if manifest.calibration is not None:
+        options += ["--calibration", "CALIBRATION"]
     for size in manifest.block_sizes:
         options += ["--block-size", str(size)]
     options += ["--max-context", str(manifest.max_context)]
