@@ -99,6 +99,13 @@ def test_without_experts_nothing_is_said_of_a_roofline() -> None:
     assert "roofline" not in shown(result).lower()
 
 
+def test_a_graph_that_hides_its_routing_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clover.engines.trace.routing.routing_values", lambda layers: ["layers.0.nothing"])
+    monkeypatch.setattr("clover.engines.bench.command.measure", lambda *a, **k: pytest.fail("it was measured"))
+    result = CliRunner().invoke(app, ["bench", str(bundle(NANO).directory), "--max-context", "256"])
+    assert result.exit_code == 2 and "does not show layers.0.nothing" in result.output
+
+
 @pytest.mark.parametrize("mode", ["fill", "autoregressive", "self-speculative", "adaptive"])
 def test_the_counted_steps_are_those_that_ran(mode: str) -> None:
     """Rows, context and experts of a reply run again are those of the reply: its tokens are all accounted for."""

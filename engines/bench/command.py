@@ -16,6 +16,7 @@ from clover.engines.gpus import Gpu, find_gpu
 from clover.engines.planner.measured import machine_on
 from clover.engines.planner.roofline import Machine
 from clover.engines.prompts import read_prompts, user_prompt
+from clover.engines.trace.routing import routing_graph
 from clover.runtime.clover import Clover
 from clover.runtime.errors import CloverError, RequestError
 from clover.runtime.options import MODES, DecodeOptions
@@ -100,6 +101,8 @@ def bench_engine(
         for chat, prompt in zip(chats, ids, strict=True):  # refused before anything is measured
             for options in settings.values():
                 engine.decoder(prompt, options, chat.where)
+        if experts:
+            routing_graph(opened)  # raises now rather than when all is measured
         conditions = engine_conditions(opened, threads, load.get("provider"))
         on_cpu = experts and conditions["provider"] == "cpu"
         before = measure_cpu(conditions["threads"]) if on_cpu else None

@@ -57,25 +57,27 @@ def routing_values(layers: int) -> list[str]:
     return [f"layers.{n}.{what}" for n in range(layers) for what in ("routing", "router_logits")]
 
 
-def open_routing_session(
-    bundle: Bundle, *, max_context: int, threads: int | None = None, max_rows: int = 0
-) -> RoutingSession:
-    """The bundle's graph, on the CPU, with every layer's routing given out; steps of at least `max_rows` rows.
-
-    Raises BundleError when the graph doesn't show it.
-    """
+def routing_graph(bundle: Bundle) -> bytes:
+    """The bundle's step graph with every layer's routing given out. Raises BundleError when it doesn't show it."""
     import onnx
 
-    config = bundle.manifest.config
     model = onnx.load_model_from_string(bundle.graph_bytes)
     try:
-        give_out(model, routing_values(config.num_hidden_layers))
+        give_out(model, routing_values(bundle.manifest.config.num_hidden_layers))
     except KeyError as error:
         raise BundleError(
             f"the step graph of {bundle.directory} does not show {error.args[0]}; build the bundle again."
         ) from None
+    return bytes(model.SerializeToString())
+
+
+def open_routing_session(
+    bundle: Bundle, *, max_context: int, threads: int | None = None, max_rows: int = 0
+) -> RoutingSession:
+    """A session of `routing_graph` on the CPU; steps of at least `max_rows` rows. Raises BundleError."""
+    config = bundle.manifest.config
     return RoutingSession(
-        model.SerializeToString(),
+        routing_graph(bundle),
         bundle.directory,
         config.num_hidden_layers,
         config.num_experts_per_tok,
