@@ -30,13 +30,14 @@ import httpx
 import psutil
 
 from clover import Clover
+from clover.runtime.text.stream_parser import ContentDelta
 
 CHAT = "/v1/chat/completions"
 QUESTION = (
     "Parse the dispatch: UAV7: move waypoint 3 to 120,455. Assign survey at Cedar to UAV12. "
     "Send UAV31 to Thorn, priority high. UAV9 search radius 750 metres."
 )
-NEVER_ENDS = {0: -100.0, 2: -100.0}
+NEVER_ENDS_JSON = {"0": -100.0, "2": -100.0}
 
 
 @contextmanager
@@ -141,6 +142,8 @@ def engine_share(bundle: Path, threads: int, repeats: int) -> list[dict[str, Any
 
         for kind in kinds:
             body = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **kind}
+            if has_tokenizer(bundle):  # a made-up prompt would end a trained model's reply at once
+                body["logit_bias"] = NEVER_ENDS_JSON
             seen: list[tuple[float, float]] = []
             for turn in range(repeats + 1):
                 usage: dict[str, Any] = {}
@@ -170,8 +173,18 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
+def read(engine: Clover, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """`ask` without a server: a streamed reply, timed from the messages to its end."""
+    began, first, text = time.perf_counter(), None, ""
+    for event in engine.stream(messages, max_new_tokens=128):
+        if isinstance(event, ContentDelta):
+            first = first or time.perf_counter() - began
+            text += event.text
+    return {"first": first or 0.0, "total": time.perf_counter() - began, "text": text}
+
+
 def overhead(bundle: Path, threads: int, repeats: int) -> dict[str, float]:
-    """One client over HTTP against the library, alternating, so that both see the same machine."""
+    """One client's streams over HTTP against the library's, alternating, so that both see the same machine."""
     messages = [{"role": "user", "content": QUESTION}]
     times: dict[str, list[float]] = {
         name + what: [] for name in ("library", "server") for what in ("", "_first", "_cpu")
@@ -182,7 +195,7 @@ def overhead(bundle: Path, threads: int, repeats: int) -> dict[str, float]:
     ):
         for turn in range(repeats + 2):
             cpu = time.process_time()
-            bare = engine.chat(messages, max_new_tokens=128).statistics
+            bare = read(engine, messages)
             own_cpu = time.process_time() - cpu
             cpu = sum(process.cpu_times()[:2])
             over = ask(client, messages, max_tokens=128)
@@ -190,13 +203,16 @@ def overhead(bundle: Path, threads: int, repeats: int) -> dict[str, float]:
             if turn >= 2:  # the first ones warm up
                 times["library_cpu"].append(own_cpu)
                 times["server_cpu"].append(server_cpu)
-                times["library"].append(bare.total_time)
-                times["library_first"].append(bare.time_to_first_token or 0.0)
+                if bare["text"] != over["text"]:
+                    raise SystemExit("the server's reply differs from the library's")
+                times["library"].append(bare["total"])
+                times["library_first"].append(bare["first"])
                 times["server"].append(over["total"])
                 times["server_first"].append(over["first"])
     # the system counts CPU time in ticks of 10 ms, so only its mean means something
     result = {name: (statistics.mean if "cpu" in name else median)(values) for name, values in times.items()}
-    result["ratio"] = result["server"] / result["library"]
+    for what in ("", "_first", "_cpu"):
+        result["ratio" + what] = result["server" + what] / result["library" + what]
     result["added_ms"] = 1000 * (result["server"] - result["library"])
     return result
 
@@ -204,13 +220,12 @@ def overhead(bundle: Path, threads: int, repeats: int) -> dict[str, float]:
 def throughput(bundle: Path, threads: int, tokens: int) -> list[dict[str, float]]:
     """Tokens a second with more and more clients at once, and the longest wait for a first token."""
     rows = []
-    bias = {str(token): value for token, value in NEVER_ENDS.items()}
     with serving(bundle, threads, "--cache-mb", "0", "--slots", "16") as (client, _):
         for clients in (1, 2, 4, 8, 16):
 
             def one(number: int) -> dict[str, Any]:
                 messages = [{"role": "user", "content": f"{QUESTION} Number {number}."}]
-                return ask(client, messages, max_tokens=tokens, logit_bias=bias)
+                return ask(client, messages, max_tokens=tokens, logit_bias=NEVER_ENDS_JSON)
 
             one(0)
             began = time.perf_counter()
@@ -229,14 +244,13 @@ def agent_trace(bundle: Path, threads: int, turns: int, repeats: int) -> list[di
     """A conversation that grows by a tool's result a turn. Each turn is asked with the cache and without, in turns."""
     system = "You dispatch drones. " + " ".join(f"Rule {i}: UAV{i} keeps clear of site {i}." for i in range(80))
     rows: list[dict[str, float]] = []
-    bias = {str(token): value for token, value in NEVER_ENDS.items()}
     with serving(bundle, threads, "--cache-mb", "256") as (client, _):
         for run in range(repeats):
             messages = [{"role": "system", "content": f"{system} Run {run}."}]
             for turn in range(turns):
                 messages.append({"role": "user", "content": f"Result {turn}: UAV{turn} at Cedar. Repeat: Elm {turn}"})
-                plain = ask(client, messages, max_tokens=24, cache_prompt=False, logit_bias=bias)
-                kept = ask(client, messages, max_tokens=24, logit_bias=bias)
+                plain = ask(client, messages, max_tokens=24, cache_prompt=False, logit_bias=NEVER_ENDS_JSON)
+                kept = ask(client, messages, max_tokens=24, logit_bias=NEVER_ENDS_JSON)
                 if plain["text"] != kept["text"]:
                     raise SystemExit(f"turn {turn}: the reply with the cache differs from the one without")
                 messages.append({"role": "assistant", "content": kept["text"]})
@@ -278,11 +292,11 @@ def main() -> None:
         return
     print()
     cost = overhead(given.bundle, given.threads, given.repeats)
-    print(
-        f"library {1000 * cost['library']:.1f} ms, server {1000 * cost['server']:.1f} ms a reply: x{cost['ratio']:.3f}"
-    )
-    print(f"CPU time: {1000 * cost['library_cpu']:.1f} ms, {1000 * cost['server_cpu']:.1f} ms")
-    print(f"first token: {1000 * cost['library_first']:.1f} ms, {1000 * cost['server_first']:.1f} ms\n")
+    print("a streamed reply  library   server  ratio")
+    for name, what in (("wall time", ""), ("first text", "_first"), ("CPU time", "_cpu")):
+        shown = f"{1000 * cost['library' + what]:7.1f} {1000 * cost['server' + what]:8.1f} ms"
+        print(f"{name:16} {shown} {cost['ratio' + what]:6.2f}")
+    print()
     load = throughput(given.bundle, given.threads, given.tokens)
     print("clients  tokens/s  against one  median first token")
     for row in load:
