@@ -162,87 +162,88 @@ def _quantize_groups(
     """
     n = len(source)
     v, q, integers = scratch.v[:n], scratch.q[:n], scratch.integers[:n]
-    highest, largest = _widen(source, v, q, scratch)
-    # From here on everything is in units of a group's largest weight: one level is then the same number for all groups.
-    unit = np.maximum(largest, np.float32(SMALLEST_SCALE))  # [groups]
-    turn = 1 / unit
+    largest, negative = _widen(source, v, q, scratch)
+    plain = _bfloat16_scale(largest * np.float32(1 / form.high))  # [groups]
+    # From here on a group is in units of its abs-max scale: one start of the search is then one number for all groups.
+    turn = 1 / plain
     if signed:
-        turn[(highest == largest) & (largest > 0)] *= -1
+        turn[~negative] *= -1
     v *= turn[:, None]
-    scale = _bfloat16_scale(largest * np.float32(1 / form.high))
+    scale = plain
     if search:
-        best, close = _best_scale(v, scratch, unit, scale, form)
+        scale, close = _best_scale(v, scratch, plain, form)
         if close.size:
             few = source[close].astype(np.float64)
             if signed:
                 few *= np.sign(turn[close])[:, None]
-            better = _error(few, best[close], form) < _error(few, scale[close], form)
-            best[close] = np.where(better, best[close], scale[close])
-        scale = best
-    np.multiply(v, (unit / scale)[:, None], out=q)
-    np.rint(q, out=q)
-    np.copyto(integers, q, casting="unsafe")
+            better = _error(few, scale[close], form) < _error(few, plain[close], form)
+            scale[close] = np.where(better, scale[close], plain[close])
+        v *= (plain / scale)[:, None]
+    np.rint(v, out=v)
+    np.copyto(integers, v, casting="unsafe")
     np.clip(integers, form.low, form.high, out=integers)
     integers += form.integer(form.zero_point)
-    out[...] = pack_int4(integers.view(np.uint8)) if form.per_byte == 2 else integers
+    stored: npt.NDArray[Any] = integers
+    if form.per_byte == 2:  # as pack_int4
+        pairs = integers.view("<u2")
+        shifted = np.right_shift(pairs, 4, out=q.reshape(-1).view(np.uint16)[: pairs.size].reshape(pairs.shape))
+        stored = np.bitwise_or(pairs, shifted, out=shifted)
+    np.copyto(out, stored, casting="unsafe")  # the lowest byte
+    if signed:
+        np.copysign(scale, turn, out=scale)
     scale[largest == 0] = 1
-    return np.copysign(scale, turn) if signed else scale
+    return scale
 
 
-def _widen(source: Values, w: Floats, magnitudes: Floats, scratch: _Scratch) -> tuple[Floats, Floats]:
-    """Writes `source` to w as float32; each group's largest value, where it has one above 0, and largest magnitude.
+def _widen(source: Values, w: Floats, spare: Floats, scratch: _Scratch) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Writes `source` to w as float32; each group's largest magnitude, and whether it is that of a negative weight.
 
-    `magnitudes` is scratch. Raises OverflowError as above.
+    `spare` is scratch. Raises OverflowError as above.
     """
     if source.dtype == ml_dtypes.bfloat16:  # the upper half of a float32
         bits = source.view(np.uint16)
         wide = w.view(np.uint32)
         wide[...] = bits
         wide <<= np.uint32(16)
-        # As int16, positive numbers are in their own order; as uint16, the negative ones are, by magnitude, above those.
-        highest = _from_bits(np.maximum(_row_max(bits.view(np.int16), scratch), 0).view(np.uint16))
-        largest = np.maximum(highest, np.abs(_from_bits(_row_max(bits, scratch))))
+        # Magnitudes are in the order of their bits, so with the sign moved to the lowest bit one maximum tells both.
+        turned, signs = spare.view(np.uint16).reshape(2, *source.shape)
+        np.left_shift(bits, np.uint16(1), out=turned)
+        turned |= np.right_shift(bits, np.uint16(15), out=signs)
+        most = _row_max(turned, scratch)
+        largest = ((most >> np.uint16(1)).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        negative = (most & np.uint16(1)).astype(np.bool_)
     else:
         w[...] = source
-        highest = _row_max(w, scratch)
-        largest = _row_max(np.abs(w, out=magnitudes), scratch)
+        largest = _row_max(np.abs(w, out=spare), scratch)
+        negative = -np.minimum.reduceat(w.reshape(-1), scratch.starts[: len(w)]) == largest
     if not np.all(largest <= LARGEST_WEIGHT):  # NaN compares false
         raise OverflowError
-    return highest, largest
+    return largest, negative
 
 
-def _from_bits(bfloat16: npt.NDArray[np.uint16]) -> Floats:
-    return (bfloat16.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _best_scale(
-    v: Floats, scratch: _Scratch, unit: Floats, plain: Floats, form: _Format
-) -> tuple[Floats, npt.NDArray[np.intp]]:
+def _best_scale(v: Floats, scratch: _Scratch, plain: Floats, form: _Format) -> tuple[Floats, npt.NDArray[np.intp]]:
     """(the scale [groups] of least squared error, the groups where `plain`, abs-max / high, may be as good).
 
     For fixed integers q the best scale is s = Σvq / Σq², and Σ(v - s q)² = Σv² - (2 s Σvq - s² Σq²): the bracket, the
     gain, is what is maximised. Rounding to the nearest integers under the new s can only lower the error further.
-    v is in units of `unit` [groups], the scales are not.
+    v is in units of `plain` [groups], the scales are not.
     """
     n = len(v)
     q, (vq, qq, gains) = scratch.q[:n], scratch.gains[:, :, :n]
-    plain_in_units = plain / unit
-    np.multiply(v, (1 / plain_in_units)[:, None], out=q)
+    np.rint(v, out=q)
     for i, level in enumerate((form.high, *form.levels[v.shape[1]])):
         if i:
-            np.multiply(v, np.float32(level), out=q)
-        np.rint(q, out=q)
+            np.rint(np.multiply(v, np.float32(level / form.high), out=q), out=q)
         if level >= form.high + 0.5:
             np.clip(q, form.low, form.high, out=q)
         np.vecdot(v, q, out=vq[i])
         np.vecdot(q, q, out=qq[i])
-    scales = _bfloat16_scale(unit * (vq / np.maximum(qq, 1)))
-    in_units = scales / unit
+    scales = _bfloat16_scale(plain * (vq / np.maximum(qq, 1)))
+    in_units = scales / plain
     np.multiply(in_units, 2 * vq - in_units * qq, out=gains)
     choice, columns = gains.argmax(0), scratch.columns[:n]
-    best = scales[choice, columns]
-    plain_gain = plain_in_units * (2 * vq[0] - plain_in_units * qq[0])
-    close = np.flatnonzero((gains[choice, columns] <= plain_gain * np.float32(1 + CLOSE)) & (best != plain))
+    best, best_gain, plain_gain = scales[choice, columns], gains[choice, columns], 2 * vq[0] - qq[0]
+    close = np.flatnonzero((best_gain <= plain_gain * np.float32(1 + CLOSE)) & (best != plain))
     return best, close
 
 
