@@ -111,7 +111,7 @@ def test_the_counted_steps_are_those_that_ran(mode: str) -> None:
     """Rows, context and experts of a reply run again are those of the reply: its tokens are all accounted for."""
     engine, plans = nano(), Plans()
     prompt = chat_ids(engine, "Parse the dispatch: Send UAV7 to Cedar, priority high.")
-    options = engine.options(mode=mode, max_new_tokens=40, block_size=16)
+    options = engine.options(mode=mode, max_new_tokens=40, **({} if mode == "autoregressive" else {"block_size": 16}))
     runs = [run_once(engine, prompt, options, 0, plans) for _ in range(2)]
     assert len(plans.found) == 1 + runs[1].plan  # a reply that ran the same steps is kept once
     if mode != "adaptive":
