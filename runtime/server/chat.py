@@ -67,10 +67,9 @@ def _tools(f: Fields) -> Tools:
     tools = Tools(one_call=not f.boolean("parallel_tool_calls", True))
     for i, item in enumerate(f.items("tools")):
         tool = Fields(item, f"tools[{i}]")
-        tool.need("type")
-        function = tool.object("function")
-        if not isinstance(item, dict) or item.get("type") != "function":
+        if tool.need("type") != "function":
             raise tool.refuse("type", "must be 'function'; the server runs no tools itself.")
+        function = tool.object("function")
         strict = function.boolean("strict")
         name, description, parameters = (function.take(key) for key in ("name", "description", "parameters"))
         tools.add(name, description, parameters, f"tools[{i}].function", "parameters", strict=strict)

@@ -128,37 +128,37 @@ def tool_choice(f: Fields) -> bool:
     return bool(choice != "none")
 
 
-def logit_bias(fields: Fields) -> dict[int, float] | None:
+def logit_bias(f: Fields) -> dict[int, float] | None:
     """OpenAI's logit_bias: token ids as strings."""
-    given = fields.take("logit_bias")
+    given = f.take("logit_bias")
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        raise fields.refuse("logit_bias", "must be an object of token ids and biases.")
+        raise f.refuse("logit_bias", "must be an object of token ids and biases.")
     biases = {}
     for key, bias in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise fields.refuse("logit_bias", f"names token {key[:20]!r}; keys must be token ids.")
+            raise f.refuse("logit_bias", f"names token {key[:20]!r}; keys must be token ids.")
         if isinstance(bias, bool):
-            raise fields.refuse("logit_bias", f"of token {key} is {bias}; it must be a number.")
+            raise f.refuse("logit_bias", f"of token {key} is {bias}; it must be a number.")
         biases[int(key)] = bias
     return biases
 
 
-def stop_strings(fields: Fields, name: str = "stop") -> tuple[str, ...] | None:
+def stop_strings(f: Fields, name: str = "stop") -> tuple[str, ...] | None:
     """One stop string or a list of them."""
-    given = fields.take(name)
+    given = f.take(name)
     if given is None:
         return None
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, tuple | list) or not all(isinstance(s, str) and s for s in stops):
-        raise fields.refuse(name, "must be a non-empty string or a list of them.")
+        raise f.refuse(name, "must be a non-empty string or a list of them.")
     return tuple(stops)
 
 
-def thinking_flag(fields: Fields) -> bool | None:
+def thinking_flag(f: Fields) -> bool | None:
     """`enable_thinking`, at the top or in chat_template_kwargs; None when neither is given."""
-    top, template = fields.take("enable_thinking"), fields.object("chat_template_kwargs")
+    top, template = f.take("enable_thinking"), f.object("chat_template_kwargs")
     nested = template.take("enable_thinking")
     template.close()
     for name, value in (("enable_thinking", top), ("chat_template_kwargs.enable_thinking", nested)):
@@ -172,9 +172,9 @@ def thinking_flag(fields: Fields) -> bool | None:
     return thinking
 
 
-def timeout_field(fields: Fields, longest: float) -> float | None:
+def timeout_field(f: Fields, longest: float) -> float | None:
     """`timeout`: seconds until the request is given up, at most the server's own limit."""
-    return fields.number("timeout", 0.0, longest)
+    return f.number("timeout", 0.0, longest)
 
 
 @contextmanager

@@ -35,7 +35,6 @@ _SIZES: dict[str, tuple[type, Callable[[int, int], bool]]] = {
     "minProperties": (dict, lambda size, bound: size >= bound),
     "maxProperties": (dict, lambda size, bound: size <= bound),
 }
-_OTHERS = {"type", "enum", "const", "required", "$ref"}
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda v: v is None,
     "boolean": lambda v: isinstance(v, bool),

@@ -22,6 +22,7 @@ class Tools:
     shown: list[dict[str, Any]] = field(default_factory=list)
     checks: dict[str, Callable[[str], bool]] = field(default_factory=dict)
     one_call: bool = False  # the reply ends behind its first call
+    _names: set[str] = field(default_factory=set)
 
     def add(
         self,
@@ -40,7 +41,7 @@ class Tools:
             raise RequestError(f"{where}.name", f"{where}.name must be a non-empty string.")
         if len(name) > MAX_NAME:
             raise RequestError(f"{where}.name", f"{where}.name has {len(name)} characters; give at most {MAX_NAME}.")
-        if any(tool["function"]["name"] == name for tool in self.shown):
+        if name in self._names:
             raise RequestError(f"{where}.name", f"{where}.name {name[:60]!r} is given twice; each tool needs its own.")
         if description is not None and not isinstance(description, str):
             raise RequestError(f"{where}.description", f"{where}.description must be a string.")
@@ -55,4 +56,5 @@ class Tools:
             self.checks[name] = partial(text_fits, schema=function["parameters"])
         elif not streamed:
             self.checks[name] = lambda _: True
+        self._names.add(name)
         self.shown.append({"type": "function", "function": function})
