@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import engine_support
 import httpx
 import pytest
 
+from clover import cli
 from clover.runtime.errors import CloverError
 from clover.runtime.server.settings import ServeSettings, load_settings
 
@@ -224,3 +227,8 @@ def test_only_loopback_needs_no_key() -> None:
         with pytest.raises(CloverError, match="--api-key"):
             ServeSettings(host=host)
         assert ServeSettings(host=host, insecure=True) and ServeSettings(host=host, api_key=("a-long-key",))
+
+
+def test_every_setting_is_a_flag_of_the_same_name() -> None:
+    flags = set(inspect.signature(cli.serve).parameters) - {"bundle", "api_key_file", "config"}
+    assert flags == {field.name for field in fields(ServeSettings)}
