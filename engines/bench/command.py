@@ -19,7 +19,7 @@ from clover.engines.prompts import read_prompts, user_prompt
 from clover.engines.trace.routing import routing_graph
 from clover.runtime.clover import Clover
 from clover.runtime.errors import CloverError, RequestError
-from clover.runtime.options import MODES, DecodeOptions
+from clover.runtime.options import INERT, MODES, DecodeOptions
 
 MAX_SETTINGS = 64
 DEFAULT_PROMPTS = (
@@ -64,8 +64,7 @@ def make_settings(
 
 
 def _acts(option: str, mode: str) -> bool:
-    """Whether a mode uses an option: all three are of blocks, and a verified draft needs no threshold."""
-    return mode != "autoregressive" and not (mode == "self-speculative" and option == "threshold")
+    return option not in INERT.get(mode, ())
 
 
 def bench_engine(

@@ -15,11 +15,12 @@ from clover.engines.trace.profile import PARTS, part_times
 from clover.engines.trace.routing import open_routing_session, replay
 from clover.runtime.clover import Clover
 from clover.runtime.decoder import Decoder, StepEvent, TokenInfo, TokensEvent
-from clover.runtime.options import DecodeOptions
+from clover.runtime.options import INERT, DecodeOptions
 from clover.runtime.session import SequenceRows
 
 PROFILED_SECONDS = 5.0  # a reply that takes less is profiled several times
 PROFILED_RUNS = 5
+OF_BLOCKS = ("block_size", "threshold", "coreset_top_p")
 STEP_KINDS = ("commit", "commit and preview", "preview")
 
 
@@ -133,9 +134,7 @@ def record(
         conditions={
             **conditions,
             "mode": options.mode,
-            "block_size": options.block_size if events else None,
-            "threshold": options.threshold if options.mode in ("fill", "adaptive") else None,
-            "coreset_top_p": options.coreset_top_p if events else None,
+            **{name: getattr(options, name) for name in OF_BLOCKS if name not in INERT.get(options.mode, ())},
             "prompt_tokens": len(prompt),
             "reply_tokens": len(tokens),
         },
