@@ -22,9 +22,10 @@ from clover.exporter.config_reader import read_config, require_mask_token
 from clover.exporter.graph.dense import EXACT_ACCURACY, FAST_ACCURACY
 from clover.exporter.graph.step import build_step_graph
 from clover.exporter.precision import Precision, PrecisionPlan, TensorClass
+from clover.exporter.safetensors_file import SafetensorsFile
 from clover.exporter.store_plan import StoreItem, store_plan
 from clover.exporter.weight_index import read_weight_index
-from clover.exporter.weights import plan_for, write_weights
+from clover.exporter.weights import STORE_FORMAT, plan_for, write_weights
 from clover.runtime.clover import TOKENIZER_DIRECTORY, load_template
 from clover.runtime.errors import BundleError, CheckpointError, CloverError, RequestError
 from clover.runtime.options import DecodeOptions
@@ -208,9 +209,14 @@ def reuse_weights(
         raise BundleError(
             f"--reuse {source} was built with {had}; give the --calibration it has, or leave --reuse out."
         )
-    for name in manifest.files:
+    stored = [name for name in manifest.files if name.endswith(".safetensors")]
+    if any(SafetensorsFile(given.directory / name).metadata.get("format") != STORE_FORMAT for name in stored):
+        raise BundleError(
+            f"--reuse {source} holds weights that another version of clover converted; leave --reuse out."
+        )
+    for name in stored:
         place = work / name
-        if not name.endswith(".safetensors") or place.exists():
+        if place.exists():
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         try:

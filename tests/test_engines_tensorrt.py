@@ -238,6 +238,28 @@ def test_a_builder_that_aborts_leaves_a_sentence(int4: Bundle, tmp_path: Path, m
         builder.build_engine(request)
 
 
+def test_a_builder_that_gets_no_memory_says_so() -> None:
+    """TensorRT's own allocations fail as std::bad_alloc, which arrives as a MemoryError."""
+    script = (
+        "from clover.engines.tensorrt import child\n"
+        "def full(request, report): raise MemoryError\n"
+        "child.build = full\n"
+        "child.EngineRequest.load = staticmethod(lambda text: None)\n"
+        "child.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], input="", capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and "ran out of memory; close other programs" in json.loads(done.stdout)["error"]
+
+
+def test_weights_of_another_layout_are_not_taken_over(
+    int4: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be converted again, and the option ignored."""
+    monkeypatch.setattr("clover.engines.build.STORE_FORMAT", "0")
+    with pytest.raises(BundleError, match="another version of clover converted; leave --reuse out"):
+        build_target(BuildRequest(NANO, tmp_path / "b", precision="int4", reuse=int4.directory))
+
+
 def test_a_function_body_instead_of_a_plugin_is_noticed(int4: Bundle, tmp_path: Path) -> None:
     request = device_graph(int4, tmp_path)
     more = {**request.plugins, "MoECoresetRouting": 99}

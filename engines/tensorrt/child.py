@@ -144,6 +144,9 @@ def main() -> None:
     except CloverError as error:
         report.send(error=str(error))
         raise SystemExit(3) from None
+    except MemoryError:
+        report.send(error="the builder ran out of memory; close other programs and build again.")
+        raise SystemExit(3) from None
 
 
 if __name__ == "__main__":
