@@ -5,7 +5,7 @@ Here it is given small models instead: some of the graph's matrix products with 
 file with their weights, original and packed; the step graph is then written to point into those files. On load ONNX
 Runtime packs each weight again, finds the result in the file by its hash, compares it, and maps that: a weight that
 would be packed otherwise than foreseen here stays private, and nothing else happens. It can't be kept from packing
-and comparing: a file that holds something else than the packed original is refused (since version 1.32).
+and comparing: a file that holds something else than the packed original is refused (as of version 1.32).
 """
 
 from __future__ import annotations
