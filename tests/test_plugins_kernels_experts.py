@@ -57,7 +57,10 @@ def case(
         if not group:
             return rounded(rng.standard_normal((experts, n, k)) * 0.1, activation), None
         packed = rng.integers(0, 256, (experts, n, k // 2), dtype=np.uint8)
-        return packed, rounded(rng.random((experts, n, k // group)) * 0.02 + 0.001, activation)
+        scales = rng.random((experts, n, k // group)) * 0.02 + 0.001
+        return packed, rounded(
+            np.copysign(scales, rng.random(scales.shape) - 0.5), activation
+        )  # builds store both signs
 
     gate_up, gate_up_scales = matrix(2 * intermediate, hidden)
     down, down_scales = matrix(hidden, intermediate)
