@@ -26,10 +26,11 @@ from quality import NANO, TASKS, held_out, score
 from clover import Clover
 from clover.engines.build import BuildRequest, build_target
 from clover.engines.bundle import Bundle
-from clover.engines.calibrate.record import USED, record
+from clover.engines.calibrate.record import record
 from clover.engines.calibrate.taps import matrix_inputs
 from clover.engines.observed_session import ObservedSession, give_out
 from clover.engines.prompts import Prompt, user_prompt
+from clover.engines.trace.routing import USED
 from clover.engines.validate.layers import log_softmax
 from clover.exporter.calibration import load_calibration
 from clover.exporter.checkpoint import Checkpoint

@@ -20,6 +20,7 @@ from clover.engines.calibrate.taps import Taps, add_taps
 from clover.engines.observed_session import Array, ObservedSession
 from clover.engines.open import PREFILL_ROWS
 from clover.engines.prompts import Prompt
+from clover.engines.trace.routing import USED
 from clover.engines.validate.bundle_tensors import WeightStore
 from clover.exporter.calibration import Calibration, read_tensors, save_calibration, write_tensors
 from clover.runtime.clover import TOKENIZER_DIRECTORY, Clover, load_template
@@ -29,7 +30,6 @@ from clover.runtime.options import DecodeOptions
 from clover.runtime.session import SequenceRows
 from clover.runtime.text.tokenizer import Tokenizer
 
-USED = -1e29  # a routing logit above this marks an expert that the row uses
 UNFINISHED = "clover-calibration-unfinished"
 
 Progress = Callable[[str, int, int], None]  # (what, done, total), in prompts
