@@ -230,6 +230,21 @@ def test_a_stop_string_behind_calls_leaves_them_to_be_run() -> None:
     assert [block["type"] for block in message["content"]] == ["tool_use", "text"]
 
 
+@pytest.mark.parametrize(
+    ("text", "limit", "stop"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1, "b', True, "max_tokens"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}} more</tool_call>', False, "end_turn"),
+        ('<tool_call>{"name": "other", "arguments": {"a": 1}}</tool_call>', False, "end_turn"),
+    ],
+)
+def test_a_whole_message_holds_no_half_call(text: str, limit: bool, stop: str) -> None:
+    for cuts in ([], [1]):
+        (choice,) = asyncio.run(collect(Played(parse_pieces(text, cuts, tools=TOOLS, hit_limit=limit))))  # type: ignore[arg-type]
+        message = messages.whole(messages.MessageRequest(ask(), "nano", False), choice, USAGE)
+        assert (message["content"], message["stop_reason"]) == ([{"type": "text", "text": text}], stop)
+
+
 # nano's own turns; it was trained to answer with a call, without being shown the tools
 TEMPLATE = """
 {%- if tools and false %}{% endif %}
