@@ -41,7 +41,7 @@ from clover.runtime.errors import CloverError
 from clover.runtime.terminal.progress import Progress
 
 NANO = Path(__file__).resolve().parent.parent / "examples" / "nano"
-RANDOM_SHAPE = (1024, 2048)
+RANDOM_SHAPE = (256, 2048)
 
 Floats = npt.NDArray[np.float32]
 Restore = Callable[[Floats, int], Floats]  # [N, K], group size -> the same after quantisation

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -228,3 +231,17 @@ def test_even_importance_is_the_search_of_plain_errors_and_rows_are_by_themselve
         )
     with pytest.raises(CloverError, match="can't be quantised in groups of 64"):
         weighted_quantize.quantize_int4_weighted(np.ones((1, 96), np.float32), even[:96], 64)
+
+
+@pytest.mark.parametrize("package", ["llmcompressor", "auto_round", "torchao"])
+def test_a_public_quantiser_that_is_not_installed_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import public_quantizers
+
+    monkeypatch.setitem(sys.modules, package, None)
+    name = package.replace("_", "-")
+    (case, *_) = (case for case, (needed, _) in public_quantizers.PUBLIC.items() if needed == name)
+    with pytest.raises(
+        CloverError, match=f"{name} is not installed .*pip install {name}. in an environment of its own"
+    ):
+        public_quantizers.restore(case, np.ones((2, 32), np.float32), 32)
