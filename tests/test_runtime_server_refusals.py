@@ -99,6 +99,42 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": "E"}]}, "messages"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     (MESSAGES, {"container": "c"}, "container"),
+    *(
+        (
+            MESSAGES,
+            {
+                "system": "Be brief.",
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}, **change}],
+                    },
+                    *QUESTION,
+                ],
+            },
+            f"messages[0].content[0].{field}",
+        )
+        for change, field in (
+            ({"name": 5}, "name"),
+            ({"id": 5}, "id"),
+            ({"input": "{}"}, "input"),
+            ({"input": {"a": "\ud800"}}, "input"),
+        )
+    ),
+    (MESSAGES, {"system": "a", "messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+    (MESSAGES, {"system": "\ud800"}, "system"),
+    (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 5}]}]},
+        "messages[0].content[0].tool_use_id",
+    ),
+    (RESPONSES, {"input": "\ud800"}, "input"),
+    (RESPONSES, {"instructions": "\ud800"}, "instructions"),
+    (
+        RESPONSES,
+        {"instructions": "a", "input": [{"role": "user", "content": [{"type": "input_text", "text": "\ud800"}]}]},
+        "input[0].content[0].text",
+    ),
     (MESSAGES, {"thinking": {"type": "disabled"}, "enable_thinking": True}, "thinking.type"),
     (CHAT, {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
     (CHAT, {"tools": [{**TOOL, "function": {"name": "f" * 300}}]}, "tools[0].function.name"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.server.fields import Fields
+from clover.runtime.text.messages import checked_json, checked_text
 
 
 def chat_messages(given: Any, system: Any) -> list[dict[str, Any]]:
@@ -22,7 +24,7 @@ def chat_messages(given: Any, system: Any) -> list[dict[str, Any]]:
         if role not in ("user", "assistant"):
             raise message.refuse("role", f"is {str(role)[:40]!r}; it must be user or assistant.")
         if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
+            content = [{"type": "text", "text": checked_text(content, message.path("content"))}]
         if not isinstance(content, list):
             raise message.refuse("content", "must be a string or a list of content blocks.")
         (_user if role == "user" else _assistant)(messages, content, message.path("content"))
@@ -42,13 +44,13 @@ def _user(messages: list[dict[str, Any]], content: list[Any], where: str) -> Non
         kind = block.need("type")
         block.labels("cache_control")
         if kind == "text":
-            text.append(_string(block, "text"))
+            text.append(_required(block, "text"))
         elif kind == "tool_result":
             result = block.take("content")
             body = "" if result is None else _text(result, block.path("content"))
             if block.boolean("is_error"):
                 body = "Error: " + body
-            messages.append({"role": "tool", "tool_call_id": block.need("tool_use_id"), "content": body})
+            messages.append({"role": "tool", "tool_call_id": _required(block, "tool_use_id"), "content": body})
             results += 1
         else:
             raise block.refuse("type", f"{str(kind)[:40]!r} isn't supported; Clover reads text and tool results.")
@@ -64,13 +66,16 @@ def _assistant(messages: list[dict[str, Any]], content: list[Any], where: str) -
         kind = block.need("type")
         block.labels("cache_control", "citations", "caller")
         if kind == "text":
-            text.append(_string(block, "text"))
+            text.append(_required(block, "text"))
         elif kind == "thinking":
-            thinking.append(_string(block, "thinking"))
+            thinking.append(_required(block, "thinking"))
             block.labels("signature")
         elif kind == "tool_use":
-            function = {"name": block.need("name"), "arguments": block.need("input")}
-            calls.append({"type": "function", "id": block.need("id"), "function": function})
+            arguments = block.need("input")
+            if not isinstance(arguments, Mapping):
+                raise block.refuse("input", "must be an object.")
+            function = {"name": _required(block, "name"), "arguments": checked_json(arguments, block.path("input"))}
+            calls.append({"type": "function", "id": _required(block, "id"), "function": function})
         else:
             raise block.refuse(
                 "type", f"{str(kind)[:40]!r} isn't supported; Clover reads text, thinking and tool calls."
@@ -84,17 +89,14 @@ def _assistant(messages: list[dict[str, Any]], content: list[Any], where: str) -
     messages.append(message)
 
 
-def _string(block: Fields, name: str) -> str:
-    value = block.need(name)
-    if not isinstance(value, str):
-        raise block.refuse(name, "must be a string.")
-    return value
+def _required(block: Fields, name: str) -> str:
+    return checked_text(block.need(name), block.path(name))
 
 
 def _text(value: Any, where: str) -> str:
     """A string, or text blocks joined."""
     if isinstance(value, str):
-        return value
+        return checked_text(value, where)
     if not isinstance(value, list):
         raise RequestError(where, f"{where} must be a string or a list of text blocks.")
     texts = []
@@ -102,7 +104,7 @@ def _text(value: Any, where: str) -> str:
         block = Fields(item, f"{where}[{j}]")
         if block.need("type") != "text":
             raise block.refuse("type", "must be 'text'; Clover reads text only.")
-        texts.append(_string(block, "text"))
+        texts.append(_required(block, "text"))
         block.labels("cache_control", "citations")
         block.close()
     return "".join(texts)

@@ -8,6 +8,7 @@ from typing import Any
 
 from clover.runtime.errors import RequestError
 from clover.runtime.server.fields import Fields
+from clover.runtime.text.messages import checked_json, checked_text
 
 _TEXT_TYPES = ("input_text", "output_text", "text")
 
@@ -16,7 +17,7 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
     """Chat messages from `input` (a string or a list of items), `instructions` first. Raises RequestError."""
     messages: list[dict[str, Any]] = []
     if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
+        messages.append({"role": "user", "content": checked_text(given, "input")})
     elif isinstance(given, list) and given:
         for i, item in enumerate(given):
             _add(messages, Fields(item, f"input[{i}]"))
@@ -51,12 +52,12 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
         message = _assistant(messages)
         message["reasoning_content"] = message.get("reasoning_content", "") + text
     elif kind == "function_call":
-        function = {"name": _string(item, "name"), "arguments": _arguments(item)}
-        call = {"type": "function", "id": _string(item, "call_id"), "function": function}
+        function = {"name": _required(item, "name"), "arguments": _arguments(item)}
+        call = {"type": "function", "id": _required(item, "call_id"), "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = _text(item.need("output"), item.path("output"), _TEXT_TYPES)
-        messages.append({"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output})
+        messages.append({"role": "tool", "tool_call_id": _required(item, "call_id"), "content": output})
     else:
         raise item.refuse(
             "type", f"{kind[:40]!r} isn't supported; Clover reads messages, reasoning and function calls."
@@ -71,15 +72,12 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _string(item: Fields, name: str) -> str:
-    value = item.need(name)
-    if not isinstance(value, str):
-        raise item.refuse(name, "must be a string.")
-    return value
+def _required(item: Fields, name: str) -> str:
+    return checked_text(item.need(name), item.path(name))
 
 
-def _arguments(item: Fields) -> Mapping[str, Any]:
-    """A call's arguments. Checked here, where the item's place is known."""
+def _arguments(item: Fields) -> Any:
+    """A call's arguments, as an object. Checked here, where the item's place is known."""
     value = item.need("arguments")
     if isinstance(value, str):
         try:
@@ -88,12 +86,12 @@ def _arguments(item: Fields) -> Mapping[str, Any]:
             value = None
     if not isinstance(value, Mapping):
         raise item.refuse("arguments", "must be the text of a JSON object; leave a call out that was cut.")
-    return value
+    return checked_json(value, item.path("arguments"))
 
 
 def _text(value: Any, where: str, kinds: tuple[str, ...]) -> str:
     if isinstance(value, str):
-        return value
+        return checked_text(value, where)
     if not isinstance(value, list):
         raise RequestError(where, f"{where} must be a string or a list of text parts.")
     texts = []
@@ -104,5 +102,5 @@ def _text(value: Any, where: str, kinds: tuple[str, ...]) -> str:
         fields = Fields(part, f"{where}[{j}]")
         fields.labels("type", "text", "annotations", "logprobs")  # replies have the last two
         fields.close()
-        texts.append(text)
+        texts.append(checked_text(text, fields.path("text")))
     return "".join(texts)

@@ -26,6 +26,7 @@ from clover.runtime.server.request import (
 from clover.runtime.server.response_input import input_messages
 from clover.runtime.server.service import Service
 from clover.runtime.server.tools import Tools
+from clover.runtime.text.messages import checked_text
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def parse(body: Any, service: Service) -> ResponseRequest:
     may_call = tool_choice(f)
     tools.one_call = not f.boolean("parallel_tool_calls", True)
     instructions = f.text("instructions")
+    if instructions is not None:
+        checked_text(instructions, "instructions")
     messages = input_messages(f.need("input"), instructions)
     metadata = f.take("metadata")  # repeated in the response, so clients must be able to read it back
     if not isinstance(metadata, dict | None):

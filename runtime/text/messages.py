@@ -45,7 +45,7 @@ def normalise_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str,
             )
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise RequestError(f"tools[{i}].function.name", f"tools[{i}].function.name must be a non-empty string.")
-        checked.append(_plain_json(tool, f"tools[{i}]"))
+        checked.append(checked_json(tool, f"tools[{i}]"))
     return checked
 
 
@@ -71,13 +71,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
                 f"{where}.{field}", f"{where}.{field} isn't supported in a message of role {role}; remove it."
             )
         if field != "tool_calls":
-            checked[field] = _text(value, f"{where}.{field}")
+            checked[field] = checked_text(value, f"{where}.{field}")
     return checked
 
 
 def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
-        return _text(content, where)
+        return checked_text(content, where)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise RequestError(where, f"{where} must be a string or a list of text parts.")
     parts: list[str] = []
@@ -88,7 +88,7 @@ def _content(content: Any, where: str) -> str:
                 where, f"{where}[{j}] has type {kind!r}; Clover reads text only, so every part must be a text part."
             )
         _refuse_others(part, {"type", "text", "cache_control"}, f"{where}[{j}]")
-        parts.append(_text(part.get("text"), f"{where}[{j}].text"))
+        parts.append(checked_text(part.get("text"), f"{where}[{j}].text"))
     return "".join(parts)
 
 
@@ -106,7 +106,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         _refuse_others(call, {"id", "type", "index", "function"}, here)
         # OpenAI's client sends back what it parsed itself
         _refuse_others(function, {"name", "arguments", "parsed_arguments"}, f"{here}.function")
-        name = _text(function.get("name"), f"{here}.function.name")
+        name = checked_text(function.get("name"), f"{here}.function.name")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -120,10 +120,10 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             )
         entry: dict[str, Any] = {
             "type": "function",
-            "function": {"name": name, "arguments": _plain_json(arguments, here)},
+            "function": {"name": name, "arguments": checked_json(arguments, here)},
         }
         # clients may leave it out, templates may read it
-        entry["id"] = f"call_{j}" if call.get("id") is None else _text(call["id"], f"{here}.id")
+        entry["id"] = f"call_{j}" if call.get("id") is None else checked_text(call["id"], f"{here}.id")
         checked.append(entry)
     return checked
 
@@ -135,7 +135,8 @@ def _refuse_others(value: Mapping[str, Any], known: set[str], where: str) -> Non
             raise RequestError(name, f"{name} isn't supported; remove it.")
 
 
-def _text(value: Any, where: str) -> str:
+def checked_text(value: Any, where: str) -> str:
+    """A string of valid Unicode. Raises RequestError naming `where`."""
     if not isinstance(value, str):
         raise RequestError(where, f"{where} must be a string.")
     try:
@@ -145,8 +146,8 @@ def _text(value: Any, where: str) -> str:
     return str(value)
 
 
-def _plain_json(value: Any, where: str) -> Any:
-    """A copy made of dicts, lists, strings, numbers, booleans and None only."""
+def checked_json(value: Any, where: str) -> Any:
+    """A copy made of dicts, lists, strings, numbers, booleans and None only. Raises RequestError naming `where`."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=_mapping_as_dict)
         text.encode()
