@@ -92,6 +92,7 @@ def test_a_client_that_says_nothing_is_let_go(server: RunningServer) -> None:
 def test_slow_headers_are_a_408(server: RunningServer, more: bytes) -> None:
     status, body = error(drip(server, HEAD % CHAT.encode(), more))
     assert status == 408 and body["error"]["type"] == "timeout_error" and "headers" in body["error"]["message"]
+    assert 'clover_requests_total{route="none",status="408"}' in server.http.get("/metrics").text
     answers(server)
 
 
@@ -208,6 +209,26 @@ def test_too_many_connections_are_told_so(server: RunningServer, monkeypatch: py
     assert status == 503 and body["error"]["type"] == "server_error"
     monkeypatch.undo()
     answers(server)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "most"),
+    [
+        (1024, 4096, 2100, 2000),
+        (1024, 1024, 1024, 924),
+        (256, 1500, 1500, 1400),
+        (65536, 65536, 65536, 2000),
+        (64, 64, 64, 1),
+    ],
+)
+def test_connections_fit_into_the_files_that_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int, most: int
+) -> None:
+    resource = pytest.importorskip("resource")
+    limits = [soft, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
+    assert connections.most_connections() == most and limits == [raised, hard]
 
 
 def test_a_reply_whose_client_falls_behind_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

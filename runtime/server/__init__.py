@@ -1,6 +1,7 @@
 """`clover serve`: the model behind the APIs that existing clients speak.
 
 settings.py    flags and clover.toml          serve.py     from settings to a listening process
+lifecycle.py   signals, stopping, a lost engine    connections.py  slow, endless and rude clients
 app.py         routes and response plumbing   guard.py     request ids, hosts, keys, one log line a request
 body.py        bytes to checked JSON          fields.py    fields taken by name; what is left is refused
 request.py     fields the dialects share        chunks.py    what OpenAI's chat and text completions share in replies

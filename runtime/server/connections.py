@@ -19,6 +19,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clover.runtime.server.errors import ApiError, dialect_of
+from clover.runtime.server.metrics import Metrics
 from clover.runtime.server.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 OTHER_FILES = 100  # that a server has open beside connections
 
 
-def connection_class(settings: ServeSettings) -> type[Connection]:
+def connection_class(settings: ServeSettings, metrics: Metrics) -> type[Connection]:
     """The protocol for uvicorn, over the fastest parser that is installed."""
-    limits = {"seconds": settings.client_timeout, "most": most_connections()}
+    limits = {"seconds": settings.client_timeout, "most": most_connections(), "metrics": metrics}
     return type("LimitedConnection", (_over_httptools() or H11Connection,), limits)
 
 
@@ -69,6 +70,7 @@ class Connection(_Base):
 
     seconds = 30.0
     most = MOST_CONNECTIONS
+    metrics: Metrics | None = None
     arriving: str | None = None  # "head" or "body"; None between requests and while one is answered
     lingers = False  # answered and closed but for reading what the client still sends
     _watched: tuple[str | None, Any] = (None, None)
@@ -150,6 +152,8 @@ class Connection(_Base):
         peer = self.transport.get_extra_info("peername")
         record = {"client": peer[0] if peer else None, "status": error.status, "why": error.message}
         log.info("refused a connection", extra={"fields": record})
+        if self.metrics is not None:
+            self.metrics.refused(error.status)
         self._refused = True
         self.transport.close()
 

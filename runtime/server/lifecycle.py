@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service),
-                http=connection_class(service.settings),
+                http=connection_class(service.settings, service.metrics),
                 lifespan="on",
                 ws="none",
                 timeout_keep_alive=75,  # above the idle time of clients' connection pools

@@ -46,6 +46,10 @@ class Metrics:
         self._requests.labels(route, str(status)).inc()
         self._seconds.observe(seconds)
 
+    def refused(self, status: int) -> None:
+        """A connection that was answered before there was a request."""
+        self._requests.labels("none", str(status)).inc()
+
     def reply(self, usage: Usage, first_token: float | None) -> None:
         self._prompt.inc(usage.prompt_tokens)
         self._completion.inc(usage.completion_tokens)
