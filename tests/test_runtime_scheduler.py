@@ -93,7 +93,8 @@ def test_alternatives_do_not_depend_on_what_others_ask_for() -> None:
 def test_a_job_knows_what_its_slot_holds(mode: str) -> None:
     engine = nano()
     with scheduled(1) as (scheduler, session):
-        job, owner = job_for(engine, chat_ids(engine, LONG), max_new_tokens=60, mode=mode, block_size=8)
+        blocks = {} if mode == "autoregressive" else {"block_size": 8}
+        job, owner = job_for(engine, chat_ids(engine, LONG), max_new_tokens=60, mode=mode, **blocks)
         lengths: list[tuple[int, int]] = []
         push = owner.push
 
