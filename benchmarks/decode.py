@@ -108,6 +108,11 @@ class Transformers:
         self.model.eval()
 
     def run(self, prompt: Sequence[int], limit: int, eos: Sequence[int]) -> Run:
+        ids, seconds = self.generate(prompt, limit, eos)
+        return Run(len(ids), len(ids), seconds, seconds, 0.0)
+
+    def generate(self, prompt: Sequence[int], limit: int, eos: Sequence[int]) -> tuple[list[int], float]:
+        """Greedy: (ids of the reply, the end token included; seconds)."""
         import torch
 
         ids = torch.tensor([list(prompt)])
@@ -117,8 +122,7 @@ class Transformers:
                 ids, max_new_tokens=limit, do_sample=False, eos_token_id=list(eos), pad_token_id=0, use_cache=True
             )
         seconds = time.perf_counter() - start
-        tokens = out.shape[1] - ids.shape[1]
-        return Run(tokens, tokens, seconds, seconds, 0.0)
+        return out[0, ids.shape[1] :].tolist(), seconds
 
 
 def step_parts(bundle: Bundle, rows: int, commit: int, threads: int | None) -> dict[str, float]:

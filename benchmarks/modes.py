@@ -3,8 +3,9 @@ ratios to the autoregressive mode, and whether self-speculative replies equal th
 
     python benchmarks/modes.py --exact 100 --transformers --predict rtx-5070-ti --predict h200
 
---transformers also times transformers' generate on the same checkpoint (float32; it has no preview pass). --predict: what
-the planner's roofline says of the full-size model on a card if it ran the steps that nano ran here, a block touching the
+--transformers also times transformers' generate on the same checkpoint (float32; it has no preview pass), --llama-cpp
+PYTHON llama.cpp on the bundle's own integers (an interpreter with llama-cpp-python), and says how many of its replies
+equal ours. --predict: what the planner's roofline says of the full-size model on a card if it ran the steps that nano ran here, a block touching the
 same share of its experts; what that model would really fill, nano can't tell. --json for machines.
 """
 
@@ -16,7 +17,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from clover import Clover
 from clover.engines.bench.measure import Plans, Run, measure, run_once, summarise
 from clover.engines.bench.roofline import CountedPlan, count_experts
 from clover.engines.build import BuildRequest, build_target
+from clover.engines.bundle import Bundle
 from clover.engines.gpus import find_gpu
 from clover.engines.planner.full_size import FULL_SIZE
 from clover.engines.planner.measured import MeasuredStep, floor_seconds, machine_on
@@ -115,6 +117,62 @@ def predict(
     return found
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A rival's greedy reply: ids without the end token; seconds in all and to the first token (0: not known)."""
+
+    ids: list[int]
+    seconds: float
+    first: float
+
+
+def rivals_of(bundle: Path, args: argparse.Namespace) -> dict[str, Callable[[Sequence[int], Sequence[int]], Answer]]:
+    """Who answers (prompt, end tokens), by name."""
+    found: dict[str, Callable[[Sequence[int], Sequence[int]], Answer]] = {}
+    limit: int = args.max_new_tokens
+    if args.transformers:
+        from decode import Transformers
+
+        model = Transformers(NANO, args.threads)
+
+        def generate(prompt: Sequence[int], eos: Sequence[int]) -> Answer:
+            ids, seconds = model.generate(prompt, limit, eos)
+            return Answer([i for i in ids if i not in eos], seconds, 0.0)
+
+        found["transformers generate"] = generate
+    if args.llama_cpp:
+        from gguf_bundle import write_gguf
+        from llamacpp import LlamaCpp
+
+        gguf = bundle.with_suffix(".gguf")
+        write_gguf(Bundle.open(bundle), gguf)
+        peer = LlamaCpp(args.llama_cpp, gguf, args.threads)
+        found[f"llama.cpp ({peer.version})"] = lambda prompt, eos: Answer(*peer.run(prompt, limit, eos))
+    return found
+
+
+def beside(
+    engine: Clover,
+    prompts: Sequence[Sequence[int]],
+    options: DecodeOptions,
+    answer: Callable[[Sequence[int], Sequence[int]], Answer],
+) -> dict[str, float]:
+    """A rival's replies, each beside one of ours to the same prompt; the first only warms up."""
+    ratios, firsts, equal = [], [], 0
+    for n, prompt in enumerate(prompts):
+        ours = run_once(engine, prompt, options, n)
+        theirs = answer(prompt, engine.bundle.manifest.eos_token_ids)
+        equal += theirs.ids == answers(engine, prompt, {"": options})[""]
+        ratios.append(len(theirs.ids) / theirs.seconds / (ours.tokens / ours.seconds))
+        firsts.append(1e3 * theirs.first)
+    return {
+        "ratio": statistics.median(ratios[1:]),
+        "first_token_ms": statistics.median(firsts[1:]),
+        "equal": equal,
+        "prompts": len(prompts),
+    }
+
+
 def main() -> None:
     a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     a.add_argument("--precision", default="int4", choices=["fp32", "int4"])
@@ -125,6 +183,7 @@ def main() -> None:
     a.add_argument("--threads", type=int, default=1)
     a.add_argument("--exact", type=int, default=0, help="also compare the answers to this many prompts of each task")
     a.add_argument("--transformers", action="store_true")
+    a.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter that has llama-cpp-python")
     a.add_argument("--predict", action="append", default=[], metavar="GPU", help="a card of `clover gpus`; repeatable")
     a.add_argument("--json", action="store_true")
     args = a.parse_args()
@@ -147,14 +206,10 @@ def main() -> None:
         },
         "tasks": {},
         "equal": {},
-        "transformers": {},
+        "rivals": {},
         "predictions": {},
     }
-    rival: Any = None
-    if args.transformers:
-        from decode import Transformers
-
-        rival = Transformers(NANO, args.threads)
+    rivals = rivals_of(bundle, args)
     with Clover.load(bundle, threads=args.threads, max_context=2048, cache=False) as engine:
         assert engine.template is not None and engine.tokenizer is not None
         settings = settings_of(engine, args.threshold or (0.5, 0.8, 0.95), args.max_new_tokens)
@@ -178,14 +233,10 @@ def main() -> None:
                 result["equal"][task] = [same, args.exact]
                 for row in rows:
                     row["exact"] = right[str(row["name"])] / args.exact
-            if rival:
-                # each beside a reply of ours to the same prompt; the first warms up
-                ratios = []
-                for n, prompt in enumerate(prompts[: args.prompts]):
-                    ours = run_once(engine, prompt, settings["autoregressive"], n)
-                    theirs = rival.run(prompt, args.max_new_tokens, engine.bundle.manifest.eos_token_ids)
-                    ratios.append(theirs.rate / (ours.tokens / ours.seconds))
-                result["transformers"][task] = statistics.median(ratios[1:])
+            result["rivals"][task] = {
+                name: beside(engine, prompts[: args.prompts], settings["autoregressive"], answer)
+                for name, answer in rivals.items()
+            }
         if args.predict:
             counted = count_experts(
                 engine.bundle, plans.found, max_context=2048, max_rows=engine.session.max_rows, threads=args.threads
@@ -216,10 +267,14 @@ def show(result: dict[str, Any]) -> None:
                 f"| {rate['quarter']:.0f}–{rate['three_quarters']:.0f} | {row['ratio']['median']:.2f} "
                 f"| {row['first_token_ms']['median']:.1f} |"
             )
-        if task in result["transformers"]:
-            print(f"| {task} | transformers generate | | 1.0 | | | {result['transformers'][task]:.3f} | |")
+        for name, found in result["rivals"][task].items():
+            first = f"{found['first_token_ms']:.1f}" if found["first_token_ms"] else "-"
+            print(f"| {task} | {name} | | 1.0 | | | {found['ratio']:.2f} | {first} |")
     for task, (same, count) in result["equal"].items():
         print(f"{task}: {same} of {count} self-speculative replies equal the autoregressive ones")
+    for task, rivals in result["rivals"].items():
+        for name, found in rivals.items():
+            print(f"{task}: {found['equal']} of {found['prompts']} replies of {name} equal ours")
     if result["predictions"]:
         cards = list(next(iter(result["predictions"].values()))["cards"])
         heads = " | ".join(f"{c}: tokens/s at most" for c in cards)
