@@ -260,6 +260,49 @@ def test_an_engine_that_does_not_open_is_one_sentence() -> None:
     Machine(bundle()).session.close()  # and the plugins are free to be registered again
 
 
+def test_shapes_that_do_not_fit_together_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the shape used longest ago makes room for the next; nothing is lost, and nothing left behind."""
+    float_caches(monkeypatch)
+    monkeypatch.setattr("clover.engines.tensorrt.open.RESERVE", 2**20)
+    plans = [rows(tokens(n, n), n) for n in (100, 32, 200)] * 2
+
+    def run(card_bytes: int) -> tuple[int, int, int]:
+        """Bytes before the first step, and most of any later moment; shapes kept."""
+        opened, host = Machine(bundle(), sequences=1, card_bytes=card_bytes), cpu()
+        session, driver = opened.session, opened.driver
+        before, most = sum(driver.on_card.values()), 0
+        for plan in plans:
+            session.reset(0)
+            host.reset(0)
+            agree(session.step([plan_with_logits(plan)])[0], host.step([plan_with_logits(plan)])[0])
+            most = max(most, sum(driver.on_card.values()))
+        kept = len(session._prepared)
+        session.close()
+        assert not driver.memory
+        return before, most, kept
+
+    before, most, kept = run(2**30)
+    assert kept == 3
+    monkeypatch.setattr(
+        StandInDriver, "cuMemAlloc", limited(StandInDriver.cuMemAlloc, before + (most - before) * 2 // 3)
+    )
+    assert run(2**30)[2] < 3
+
+
+def plan_with_logits(plan: SequenceRows) -> SequenceRows:
+    return SequenceRows(plan.slot, plan.tokens, plan.commit, np.arange(4))
+
+
+def limited(allocate: Any, limit: int) -> Any:
+    """cuMemAlloc of a card on which other programs leave `limit` bytes."""
+
+    def cuMemAlloc(self: StandInDriver, nbytes: int) -> tuple[int, int]:
+        full = sum(self.on_card.values()) + nbytes > limit
+        return (OUT_OF_MEMORY, 0) if full else allocate(self, nbytes)
+
+    return cuMemAlloc
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

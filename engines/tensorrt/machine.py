@@ -10,11 +10,13 @@ from clover.engines.gpu_driver import DetectedGpu, detect_gpus, target_of
 from clover.engines.manifest import Manifest
 from clover.engines.tensorrt.backend import INSTALL, TensorRt, version
 from clover.exporter.precision import plan_precision
+from clover.exporter.safetensors_file import SafetensorsFile
+from clover.exporter.weights import STORE_FORMAT
 from clover.runtime.errors import BundleError, CloverError
 
 
 def build_command(bundle: Bundle, gpu: str) -> str:
-    """The command that builds this bundle again for `gpu`, over the weights it has."""
+    """The command that builds this bundle again for `gpu`, over the weights it has where they can be taken over."""
     manifest, engine = bundle.manifest, bundle.manifest.engines[0]
     plan = manifest.precision_plan
     base = plan.classes["experts"]
@@ -33,9 +35,18 @@ def build_command(bundle: Bundle, gpu: str) -> str:
         options += ["--resident-experts", str(engine.resident_experts)]
     if manifest.graph.with_logits:
         options.append("--with-logits")
-    return shlex.join(
-        ["clover", "build", "CHECKPOINT", "-o", "BUNDLE", *_target(gpu), *options, "--reuse", str(bundle.directory)]
-    )
+    if _weights_are_current(bundle):
+        options += ["--reuse", str(bundle.directory)]
+    return shlex.join(["clover", "build", "CHECKPOINT", "-o", "BUNDLE", *_target(gpu), *options])
+
+
+def _weights_are_current(bundle: Bundle) -> bool:
+    """Whether a build would take this bundle's weights over."""
+    stored = [bundle.directory / name for name in bundle.manifest.files if name.endswith(".safetensors")]
+    try:
+        return all(SafetensorsFile(path).metadata.get("format") == STORE_FORMAT for path in stored)
+    except (CloverError, OSError):
+        return False
 
 
 def _target(name: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from clover.runtime.errors import CloverError
 from clover.runtime.gpu.device import ALIGNMENT, Device
 
 
@@ -25,7 +26,10 @@ class Field:
 
 
 class Block:
-    """Arrays that lie one after another, each aligned, once in pinned host memory and once on the card."""
+    """Arrays that lie one after another, each aligned, once in pinned host memory and once on the card.
+
+    Raises CloverError when one of the two is full, and then leaves nothing allocated.
+    """
 
     def __init__(self, device: Device, fields: Mapping[str, Field]) -> None:
         self.fields = dict(fields)
@@ -34,7 +38,12 @@ class Block:
         for name, field in fields.items():
             offsets[name] = size
             size += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
-        self._host, self._card = device.pin(size), device.allocate(size)
+        self._card = device.allocate(size)
+        try:
+            self._host = device.pin(size)
+        except CloverError:
+            device.free(self._card)
+            raise
         self.arrays: dict[str, npt.NDArray[Any]] = {
             name: self._host.array[offsets[name] : offsets[name] + field.nbytes].view(field.dtype).reshape(field.shape)
             for name, field in fields.items()

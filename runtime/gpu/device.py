@@ -20,6 +20,10 @@ log = logging.getLogger("clover")
 ALIGNMENT = 256  # bytes; cuMemAlloc and cuMemHostAlloc align to at least that
 
 
+class CardMemoryError(CloverError):
+    """The card's memory is full."""
+
+
 @dataclass(frozen=True)
 class DeviceBuffer:
     """Memory on the card. `address` is a multiple of 256."""
@@ -76,7 +80,7 @@ class Device:
                     "not on the card need; close other programs, add RAM, or keep more experts on the card."
                 )
             if "OUT_OF_MEMORY" in reason:
-                raise CloverError(
+                raise CardMemoryError(
                     "the card's memory is full; close other programs on it, or build with a smaller --max-context, "
                     "fewer --sequences or fewer --resident-experts."
                 )

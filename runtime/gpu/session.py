@@ -15,7 +15,7 @@ from clover.engines.manifest import Engine
 from clover.exporter.config import ModelConfig
 from clover.runtime.errors import CloverError
 from clover.runtime.gpu.buffers import Block, Field
-from clover.runtime.gpu.device import Device, DeviceBuffer, PinnedBuffer
+from clover.runtime.gpu.device import CardMemoryError, Device, DeviceBuffer, PinnedBuffer
 from clover.runtime.gpu.engine import DECODE, PREFILL, StepEngine
 from clover.runtime.gpu.experts import ExpertStore
 from clover.runtime.gpu.shapes import ShapeLimits, StepShape
@@ -250,19 +250,32 @@ class GpuSession(Slots):
             self._prepared.move_to_end(shape)
             return self._prepared[shape]
         if len(self._prepared) >= GRAPHS_KEPT:
-            _, old = self._prepared.popitem(last=False)
-            if old.graph is not None:
-                self._device.destroy(old.graph)
-            old.inputs.free()
-            old.outputs.free()
-            self._device.free(old.candidates)
-        self._prepared[shape] = self._prepare(shape)
+            self._drop_oldest()
+        while shape not in self._prepared:
+            try:
+                self._prepared[shape] = self._prepare(shape)
+            except CardMemoryError:
+                if not self._prepared:
+                    raise
+                self._drop_oldest()  # it comes back when it is asked for again
         return self._prepared[shape]
+
+    def _drop_oldest(self) -> None:
+        _, old = self._prepared.popitem(last=False)
+        if old.graph is not None:
+            self._device.destroy(old.graph)
+        old.inputs.free()
+        old.outputs.free()
+        self._device.free(old.candidates)
 
     def _prepare(self, shape: StepShape) -> _Prepared:
         config = self._config
         inputs = Block(self._device, step_inputs(shape))
-        outputs = Block(self._device, step_outputs(config, shape, self._with_logits))
+        try:
+            outputs = Block(self._device, step_outputs(config, shape, self._with_logits))
+        except CloverError:
+            inputs.free()
+            raise
         candidates = self._device.pin(8)
         shapes: dict[str, tuple[int, ...]] = {name: field.shape for name, field in inputs.fields.items()}
         addresses = {**inputs.addresses, **outputs.addresses, ON_HOST: candidates.address}
