@@ -228,11 +228,11 @@ def main() -> int:
         print(f"{package} {installed}")
     for group, sources in snr.items():
         columns = [(source, name) for source, rows in sources.items() for name in rows]
-        print(
-            f"\n| dB, groups of {group} | {' | '.join(f'{s}: {n}' for s, n in columns)} |\n|---|{'---|' * len(columns)}"
-        )
+        heads = " | ".join(f"{source}: {name}" for source, name in columns)
+        print(f"\n| dB, groups of {group} | {heads} | CPU, a weight |\n|---|---|{'---|' * len(columns)}")
         for case in cases:
-            print(f"| {case} | {' | '.join(f'{sources[s][n][case]:.2f}' for s, n in columns)} |")
+            values = " | ".join(f"{sources[source][name][case]:.2f}" for source, name in columns)
+            print(f"| {case} | {values} | {costs[group][case]:.0f} ns |")
     for group, by_case in exact.items():
         tasks = list(next(iter(by_case.values())))
         print(f"\n| exact answers, groups of {group} | {' | '.join(tasks)} |\n|---|{'---|' * len(tasks)}")
