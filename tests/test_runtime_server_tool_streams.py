@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, MessageDeltaUsage, RawMessageStreamEvent
 from call_support import CUTS, REPLIES, TOOLS, calls, parse_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
@@ -32,6 +31,8 @@ from clover.runtime.text.reply import Finished, ReplyEvent
 
 RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+Clients = tuple[openai.OpenAI, anthropic.Anthropic]
+Pieces = Sequence[Sequence[ReplyEvent]]
 USAGE = Usage(prompt_tokens=5, completion_tokens=9, cached_tokens=2, reasoning_tokens=3, blocks=1, steps=4)
 
 
@@ -59,14 +60,41 @@ class Played:
         return self._items.pop(0)
 
 
+class Wire(BaseHTTPRequestHandler):
+    """Answers the vendors' clients with what the test put on the wire."""
+
+    body = b""
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-length", str(len(Wire.body)))
+        self.end_headers()
+        self.wfile.write(Wire.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[Clients]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Wire) as wire:
+        threading.Thread(target=wire.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{wire.server_address[1]}"
+        with openai.OpenAI(base_url=url, api_key="x") as one, anthropic.Anthropic(base_url=url, api_key="x") as other:
+            yield one, other
+        wire.shutdown()
+
+
 def play(events: AsyncIterator[bytes]) -> list[Any]:
-    """The JSON of a stream's events. Named events carry their own type."""
+    """Puts a stream on the wire. The JSON of its events; named events carry their own type."""
 
     async def read() -> bytes:
         return b"".join([chunk async for chunk in events])
 
     made = []
-    for event in asyncio.run(read()).decode().split("\n\n"):
+    Wire.body = asyncio.run(read())
+    for event in Wire.body.decode().split("\n\n"):
         *name, data = event.split("\n")
         if data and data != "data: [DONE]":
             made.append(json.loads(data.removeprefix("data: ")))
@@ -85,13 +113,12 @@ def without_ids(value: Any) -> Any:
     return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 
-def check_chat(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Sequence[ReplyEvent]]) -> None:
+def check_chat(clients: Clients, pieces: Pieces, one_piece: Pieces) -> None:
     request = CompletionRequest(ask(), "nano", True, True, False)
     chunks = play(chat.stream(request, Played(pieces), None))  # type: ignore[arg-type]
-    state = ChatCompletionStreamState()
     seen = 0
     for chunk in chunks:
-        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+        ChatCompletionChunk.model_validate(chunk)
         for choice in chunk["choices"]:
             for call in choice["delta"].get("tool_calls", ()):
                 if "id" in call:  # the header: everything but the arguments, which are empty
@@ -105,7 +132,9 @@ def check_chat(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Seque
     assert all(c["usage"] is None for c in chunks[:-1])
     choices = asyncio.run(collect(Played(one_piece)))  # type: ignore[arg-type]
     whole = ChatCompletion.model_validate(chat.whole(request, choices, USAGE, None))  # type: ignore[arg-type]
-    got, wanted = state.current_completion_snapshot.choices[0], whole.choices[0]
+    with clients[0].chat.completions.stream(model="nano", messages=[{"role": "user", "content": "a"}]) as stream:
+        list(stream)
+        got, wanted = stream.current_completion_snapshot.choices[0], whole.choices[0]
     assert chunks[-1]["usage"] == json.loads(whole.model_dump_json(include={"usage"}, exclude_unset=True))["usage"]
     assert got.finish_reason == wanted.finish_reason
     assert (got.message.content or "") == (wanted.message.content or "")
@@ -115,13 +144,14 @@ def check_chat(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Seque
     assert got.finish_reason != "tool_calls" or (complete and all(complete))
 
 
-def check_responses(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Sequence[ReplyEvent]]) -> None:
+def check_responses(clients: Clients, pieces: Pieces, one_piece: Pieces) -> None:
     request = responses.ResponseRequest(ask(), "nano", True, {"tools": [], "tool_choice": "auto", "metadata": {}})
     request.echo.update(parallel_tool_calls=True, instructions=None, temperature=0.0, top_p=1.0, reasoning={})
     events = play(responses.stream(request, Played(pieces)))  # type: ignore[arg-type]
-    state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=openai.omit)
     for event in events:
-        state.handle_event(RESPONSE_EVENT.validate_python(event))
+        RESPONSE_EVENT.validate_python(event)
+    with clients[0].responses.stream(model="nano", input="a") as stream:
+        assert [event.type for event in stream if "." in event.type] == [event["type"] for event in events]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     kinds = [event["type"].removeprefix("response.") for event in events]
     whole = asyncio.run(responses.whole(request, Played(one_piece)))  # type: ignore[arg-type]
@@ -144,18 +174,14 @@ def check_responses(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[
         assert is_object(item["arguments"]) == (item["status"] == "completed")
 
 
-def check_messages(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Sequence[ReplyEvent]]) -> None:
+def check_messages(clients: Clients, pieces: Pieces, one_piece: Pieces) -> None:
     request = messages.MessageRequest(ask(), "nano", True)
     events = play(messages.stream(request, Played(pieces)))  # type: ignore[arg-type]
-    snapshot: Any = None
-    buffers: dict[int, bytes] = {}
     blocks: list[str] = []
     for event in events:
         if event["type"] == "ping":
             continue
-        snapshot = accumulate_event(
-            event=MESSAGE_EVENT.validate_python(event), current_snapshot=snapshot, json_bufs=buffers
-        )
+        MESSAGE_EVENT.validate_python(event)
         if event["type"].startswith("content_block"):
             what = event["type"].removeprefix("content_block_")
             open_block = bool(blocks) and blocks[-1] != "stop"
@@ -164,6 +190,8 @@ def check_messages(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[S
             blocks.append(what)
     kinds = [event["type"] for event in events if not event["type"].startswith("content_block")]
     assert kinds == ["message_start", "ping", "message_delta", "message_stop"]
+    with clients[1].messages.stream(model="nano", max_tokens=9, messages=[{"role": "user", "content": "a"}]) as stream:
+        snapshot = stream.get_final_message()
     (choice,) = asyncio.run(collect(Played(one_piece)))  # type: ignore[arg-type]
     whole = messages.whole(request, choice, USAGE)
     Message.model_validate(whole)
@@ -181,7 +209,7 @@ def check_messages(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[S
         assert without_ids(streamed["content"]) == without_ids(whole["content"])
 
 
-def check_completions(pieces: Sequence[Sequence[ReplyEvent]], one_piece: Sequence[Sequence[ReplyEvent]]) -> None:
+def check_completions(clients: Clients, pieces: Pieces, one_piece: Pieces) -> None:
     request = CompletionRequest(ask(), "nano", True, True, False)
     *chunks, last = play(completions.stream(request, Played(pieces), None))  # type: ignore[arg-type]
     choices = asyncio.run(collect(Played(one_piece)))  # type: ignore[arg-type]
@@ -213,13 +241,13 @@ WRITTEN = st.one_of(
 @settings(deadline=None)  # the clients compile their types on first use
 @given(text=WRITTEN, cuts=CUTS, kept=st.integers(1, 200), limit=st.booleans(), thinking=st.booleans())
 def test_clients_make_the_whole_reply_of_any_stream(
-    check: Callable[..., None], text: str, cuts: list[int], kept: int, limit: bool, thinking: bool
+    clients: Clients, check: Callable[..., None], text: str, cuts: list[int], kept: int, limit: bool, thinking: bool
 ) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "stop": ["STOP"], "hit_limit": limit, "starts_in_thinking": thinking}
     text = text[:kept] if limit else text
     if check is check_completions:  # text is all there is to it
         options = {"stop": ["STOP"], "hit_limit": limit, "parse_thinking": False, "parse_tools": False}
-    check(parse_pieces(text, cuts, **options), parse_pieces(text, [], **options))
+    check(clients, parse_pieces(text, cuts, **options), parse_pieces(text, [], **options))
 
 
 def test_a_stop_string_behind_calls_leaves_them_to_be_run() -> None:
