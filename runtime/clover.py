@@ -36,6 +36,7 @@ from clover.runtime.reply import Reply, ReplyFinished, StreamItem, make_reply, m
 from clover.runtime.session import StepSession
 from clover.runtime.speculative import SpeculativeDecoder
 from clover.runtime.text.chat_template import ChatTemplate
+from clover.runtime.text.json_schema import strict_checks
 from clover.runtime.text.reply import ReplyEvent, ReplyParser
 from clover.runtime.text.tokenizer import Tokenizer, check_prompt
 
@@ -301,6 +302,7 @@ class Clover:
             parser = ReplyParser(
                 self.tokenizer,
                 tools=tools,
+                checks=strict_checks(tools),
                 stop=options.stop,
                 starts_in_thinking=starts_in_thinking,
                 parse_thinking=parse,

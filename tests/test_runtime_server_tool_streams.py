@@ -23,10 +23,13 @@ from pydantic import TypeAdapter
 from serve_support import RunningServer, nano, nano_slots
 
 from clover.runtime.clover import Clover
+from clover.runtime.errors import RequestError
+from clover.runtime.reply import ReplyFinished
 from clover.runtime.server import chat, completions, messages, responses
 from clover.runtime.server.generation import Ended, Piece, Usage, collect
 from clover.runtime.server.request import Ask, CompletionRequest
 from clover.runtime.text.chat_template import ChatTemplate
+from clover.runtime.text.function_calls import FunctionArgumentsDelta
 from clover.runtime.text.reply import Finished, ReplyEvent
 
 RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -296,16 +299,21 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
+def library() -> Clover:
+    alone = nano()
+    assert alone.tokenizer is not None
+    return Clover(alone.bundle, alone.session, alone.tokenizer, ChatTemplate(TEMPLATE, alone.tokenizer))
+
+
 def answer_of(first: str, call_id: str) -> str:
     """What nano says after its call and the tool's result, by the library."""
-    made = Clover(nano().bundle, nano().session, nano().tokenizer, ChatTemplate(TEMPLATE, nano().tokenizer))  # type: ignore[arg-type]
     function = {"name": "book_trip", "arguments": first}
     turns = [
         {"role": "user", "content": REQUEST},
         {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": call_id, "content": "booked"},
     ]
-    return made.chat(turns, max_new_tokens=40, block_size=BLOCK).text
+    return library().chat(turns, max_new_tokens=40, block_size=BLOCK).text
 
 
 def test_a_streamed_chat_loop_with_nano(server: RunningServer) -> None:
@@ -381,3 +389,23 @@ def test_a_streamed_messages_loop_with_nano(server: RunningServer) -> None:
         with client.messages.stream(messages=turns, tools=[tool], **{**asked, "max_tokens": 40}) as stream:
             last = stream.get_final_message()
     assert "".join(b.text for b in last.content if b.type == "text") == answer_of("".join(parts), block.id)
+
+
+def test_the_library_streams_calls_and_holds_them_to_strict_schemas() -> None:
+    turns = [{"role": "user", "content": REQUEST}]
+    narrow = {**SCHEMA, "properties": {**PROPERTIES, "seats": {"type": "integer", "maximum": 2}}}
+    for schema, strict, calls_wanted in ((SCHEMA, True, 1), (narrow, False, 1), (narrow, True, 0)):
+        tools = [{"type": "function", "function": {"name": "book_trip", "parameters": schema, "strict": strict}}]
+        items = list(library().stream(turns, tools=tools, max_new_tokens=100, block_size=BLOCK))
+        fragments = [item.text for item in items if isinstance(item, FunctionArgumentsDelta)]
+        reply = items[-1].reply if isinstance(items[-1], ReplyFinished) else None
+        assert reply is not None and len(reply.tool_calls) == calls_wanted
+        assert [call.arguments for call in reply.tool_calls] == ["".join(fragments)] * calls_wanted
+        assert len(fragments) > 2 or strict
+        assert ("<tool_call>" in reply.text) == (not calls_wanted)
+    for wrong, field in (
+        ({"strict": 1}, "strict"),
+        ({"strict": True, "parameters": {"pattern": "a"}}, "parameters.pattern"),
+    ):
+        with pytest.raises(RequestError, match=f"tools.0..function.{field}"):
+            library().stream(turns, tools=[{"type": "function", "function": {"name": "f", **wrong}}])

@@ -13,8 +13,8 @@ from serve_support import RunningServer, ScriptedSession, nano
 
 from clover.runtime.clover import Clover
 from clover.runtime.errors import RequestError
-from clover.runtime.server.schema import check_schema, fits, text_fits
 from clover.runtime.text.chat_template import ChatTemplate
+from clover.runtime.text.json_schema import check_schema, fits, text_fits
 
 TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from clover.runtime.errors import RequestError
-from clover.runtime.server.schema import check_schema, text_fits
+from clover.runtime.text.json_schema import check_schema, text_fits
 from clover.runtime.text.tool_formats import MAX_NAME
 
 NO_PARAMETERS = {"type": "object", "properties": {}}

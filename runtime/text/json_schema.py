@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from clover.runtime.errors import RequestError
@@ -78,6 +79,20 @@ def _is_sound(key: str, value: Any) -> bool:
     if key in _NUMBERS or key in _SIZES:
         return _is_number(value)
     return key == "const" or (key == "enum" and isinstance(value, list))
+
+
+def strict_checks(tools: Iterable[Mapping[str, Any]] | None) -> dict[str, Callable[[str], bool]]:
+    """By name, what the arguments of strict tools' calls must pass. `tools` in OpenAI's form. Raises RequestError."""
+    checks: dict[str, Callable[[str], bool]] = {}
+    for i, tool in enumerate(tools or ()):
+        function, where = tool["function"], f"tools[{i}].function"
+        strict, schema = function.get("strict"), function.get("parameters")
+        if not isinstance(strict, bool | None):
+            raise RequestError(f"{where}.strict", f"{where}.strict must be true or false.")
+        if strict:
+            check_schema({} if schema is None else schema, f"{where}.parameters")
+            checks[function["name"]] = partial(text_fits, schema={} if schema is None else schema)
+    return checks
 
 
 def fits(value: Any, schema: Any) -> bool:
