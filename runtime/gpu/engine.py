@@ -63,11 +63,11 @@ class StepEngine:
     def check_tensors(self, bound: Mapping[str, Field]) -> None:
         """Raises BundleError unless the engine's inputs and outputs are those that will be bound to it, each where
         `set_shape` puts it."""
-        engine, place = self._engine, self._trt.TensorLocation
+        engine = self._engine
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         check_tensors(bound, {n: (engine.get_tensor_dtype(n).name, tuple(engine.get_tensor_shape(n))) for n in names})
-        for name in names:
-            if engine.get_tensor_location(name) != (place.HOST if name == ON_HOST else place.DEVICE):
+        for name in names:  # page-locked memory, which ON_HOST lies in, can be read from both sides
+            if name != ON_HOST and engine.get_tensor_location(name) != self._trt.TensorLocation.DEVICE:
                 raise BundleError(f"the engine wants {name} in other memory than this clover; build the bundle again.")
 
     def set_shape(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
