@@ -63,7 +63,9 @@ class Clover:
         self._closed = False
         self._step_times: dict[tuple[int, float], StepTimesSeen] = {}  # by block size and threshold
         self._vocabulary: Vocabulary | None = None  # of forms
-        self._vocab_size = bundle.manifest.config.vocab_size  # asked for on every call; the manifest reads it anew each time
+        self._vocab_size = (
+            bundle.manifest.config.vocab_size
+        )  # asked for on every call; the manifest reads it anew each time
 
     @classmethod
     def load(
