@@ -20,7 +20,9 @@ from clover.cli import app
 from clover.engines.build import BuildRequest, build_target
 from clover.engines.calibrate import record as recording
 from clover.engines.calibrate.record import CalibrationSession, record
+from clover.engines.calibrate.taps import add_taps
 from clover.engines.inspect import inspect_path
+from clover.engines.observed_session import ObservedSession
 from clover.engines.prompts import Prompt
 from clover.engines.validate.bundle_tensors import BundleTensors, WeightStore
 from clover.engines.validate.layers import Remembered
@@ -129,6 +131,30 @@ def test_statistics_are_those_of_the_reference_model_on_the_same_steps(
     rows_seen = found.calibration.recorded["rows"]
     assert rows_seen["commit"] == sum(s.commit for s in steps if s)
     assert rows_seen["commit"] + rows_seen["preview"] == sum(len(s.tokens) for s in steps if s)
+
+
+def test_padding_behind_a_shorter_sequence_counts_nothing() -> None:
+    import onnx
+
+    built = bundle(tiny_checkpoint(2))
+    model = onnx.load_model_from_string(built.graph_bytes)
+    taps = add_taps(model, built.manifest.config, built.directory)
+    graph, seen = model.SerializeToString(), list[dict[str, Any]]()
+
+    class Session(ObservedSession):
+        def observe(self, rows: Any, values: Any) -> None:
+            seen.append(values)
+
+    texts = [np.arange(5, 10), np.arange(40, 57)]
+    for slots in ([0, 1], [0], [1]):
+        session = Session(graph, built.directory, taps.outputs, sequences=2, max_context=64, threads=1)
+        session.step([SequenceRows(n, texts[n], len(texts[n]), np.zeros(0, np.int64)) for n in slots])
+        session.close()
+    both, *alone = seen
+    names = {name for item, pair in taps.sums.items() if item != "lm_head" for name in pair}
+    for name in names:
+        np.testing.assert_allclose(both[name], alone[0][name] + alone[1][name], rtol=1e-4, atol=1e-5)
+    assert len(names) > 10
 
 
 def test_a_run_that_broke_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
