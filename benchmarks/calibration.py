@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,7 +52,7 @@ def calibration_prompts(count: int, evaluated: int, seed: int) -> list[Prompt]:
     kept = {prompt for task in TASKS for prompt, _ in held_out(task, evaluated)}
     import data
 
-    r, prompts = Random(seed), []
+    r, prompts = Random(seed), list[Prompt]()
     while len(prompts) < count:
         prompt, _ = data.sample(r)
         if prompt not in kept:
@@ -128,7 +127,9 @@ def matrix_errors(bundle: Bundle, count: int, file: Path) -> dict[tuple[str, int
         for first, w in row_blocks(checkpoint, item):
             expert = first // item.shape[1] if routed else None
             h, importance = session.sums[item.name, expert or 0], calibration.importance(item, expert)
-            for group in (g for g in GROUP_SIZES if w.shape[1] % g == 0 and importance is not None):
+            if importance is None:
+                continue
+            for group in (g for g in GROUP_SIZES if w.shape[1] % g == 0):
                 for way in WAYS:
                     stored = (
                         quantize_int4(w, group, signed_scales=routed)
@@ -188,12 +189,12 @@ def main() -> None:
         with Clover.load(exact.directory, cache=False) as engine:
             reference = list(held_out_logits(engine, args.count))
         for group in GROUPS:
-            for file in (None, *files):
-                request = BuildRequest(NANO, home / "int4", group_size=group, calibration=file, with_logits=True, replace=True)  # fmt: skip
+            for calibration in (None, *files):
+                request = BuildRequest(NANO, home / "int4", group_size=group, calibration=calibration, with_logits=True, replace=True)  # fmt: skip
                 with Clover.load(build_target(request).directory, cache=False) as engine:
                     measured = compare(engine, reference, args.count)
                     measured |= {task: score(engine, task, args.count, mode="fill").share for task in TASKS}
-                found.setdefault((group, WAYS[file is not None]), []).append(measured)
+                found.setdefault((group, WAYS[calibration is not None]), []).append(measured)
                 bar("bundles", sum(map(len, found.values())), total)
     if args.json:
         matrices = [{"class": c, "group_size": g, "scales": w, "error": e} for (c, g, w), e in errors.items()]
@@ -225,4 +226,4 @@ def print_tables(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from gguf_bundle import write_gguf
 from llamacpp import LlamaCpp
 
@@ -60,7 +60,7 @@ class Run:
         return 1e3 * (self.seconds - self.engine) / max(self.steps, 1)
 
 
-def fixed_fill(count: int) -> Callable[[Floats, float], Any]:
+def fixed_fill(count: int) -> Callable[[Floats, float], npt.NDArray[np.intp]]:
     """Fills the `count` most confident positions, whatever the threshold."""
     return lambda confidence, threshold: np.sort(np.argsort(-confidence, kind="stable")[:count])
 

@@ -23,6 +23,7 @@ class LlamaCpp:
     """Runs prompts on `python`'s llama-cpp-python. Raises SystemExit when it can't be started."""
 
     def __init__(self, python: str, gguf: Path, threads: int) -> None:
+        self._python = python
         command = [python, str(Path(__file__).resolve()), str(gguf), str(threads)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started = self._read()
@@ -42,7 +43,7 @@ class LlamaCpp:
         assert self._child.stdout
         line = self._child.stdout.readline()
         if not line:
-            raise SystemExit(f"{self._child.args[0]} could not run llama.cpp; its last words stand above")  # type: ignore[index]
+            raise SystemExit(f"{self._python} could not run llama.cpp; its last words stand above")
         found: dict[str, Any] = json.loads(line)
         return found
 

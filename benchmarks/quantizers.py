@@ -47,8 +47,8 @@ Floats = npt.NDArray[np.float32]
 Restore = Callable[[Floats, int], Floats]  # [N, K], group size -> the same after quantisation
 
 
-def _ours(weight: Floats, group: int, **options: bool) -> Floats:
-    return dequantize_int4(*quantize_int4(weight, group, **options))
+def _ours(weight: Floats, group: int, search: bool = True, signed_scales: bool = False) -> Floats:
+    return dequantize_int4(*quantize_int4(weight, group, search=search, signed_scales=signed_scales))
 
 
 OURS: Mapping[str, Restore] = {

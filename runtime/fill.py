@@ -7,14 +7,15 @@ causally in the same run that previews the next block for the first time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from clover.runtime.decoder import DecodeEvent, Progress, PromptFeed, ReplyDecoder, StepEvent, TokenInfo, TokensEvent
 from clover.runtime.options import DecodeOptions
 from clover.runtime.select import alternatives, choose_tokens, positions_to_fill
-from clover.runtime.session import Candidates, SequenceRows
+from clover.runtime.session import Candidates, Floats, SequenceRows
 
 
 class FillDecoder(ReplyDecoder):
@@ -36,7 +37,8 @@ class FillDecoder(ReplyDecoder):
         super().__init__(
             prompt, options, eos_ids=eos_ids, vocab_size=vocab_size, limit=limit, thinking_ids=thinking_ids, after=after
         )
-        self.choose_positions = positions_to_fill  # benchmarks put another rule here
+        # benchmarks put another rule here
+        self.choose_positions: Callable[[Floats, float], npt.NDArray[np.intp]] = positions_to_fill
         self._mask_id = mask_id
         self._rng = after.rng if after else np.random.default_rng(options.seed)
         self.asks_causal = False  # also ask for the logits of the last committed row

@@ -177,7 +177,7 @@ class RunningServer:
     @property
     def connections(self) -> set[Any]:
         """Those that are open now."""
-        return self._server.server_state.connections  # type: ignore[return-value]
+        return self._server.server_state.connections
 
     @property
     def config(self) -> Any:

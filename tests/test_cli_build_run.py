@@ -47,7 +47,10 @@ def refused(result: Result) -> str:
 # -- build: checkpoints ---------------------------------------------------------------------------------------
 
 
-def edit_config(**values: Any) -> Callable[[Path], None]:
+Damage = Callable[[Path], object]  # spoils a checkpoint's directory
+
+
+def edit_config(**values: Any) -> Damage:
     def edit(directory: Path) -> None:
         for name in ("config.json", "generation_config.json"):
             path = directory / name
@@ -62,11 +65,11 @@ def shard(directory: Path) -> Path:
     return min(directory.glob("*.safetensors"))
 
 
-def edit_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda directory: shard(directory).write_bytes(change(shard(directory).read_bytes())) and None
+def edit_shard(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda directory: shard(directory).write_bytes(change(shard(directory).read_bytes()))
 
 
-def edit_header(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+def edit_header(change: Callable[[dict[str, Any]], None]) -> Damage:
     def changed(data: bytes) -> bytes:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
@@ -82,7 +85,7 @@ def overlap(header: dict[str, Any]) -> None:
     header[second]["data_offsets"] = header[first]["data_offsets"]
 
 
-def edit_tensor(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+def edit_tensor(change: Callable[[Any], Any]) -> Damage:
     def edit(directory: Path) -> None:
         tensors = load_file(shard(directory))
         name = next(n for n in sorted(tensors) if tensors[n].ndim == 2)
@@ -112,11 +115,16 @@ def empty(directory: Path) -> None:
         path.unlink()
 
 
-def write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda directory: (directory / name).write_text(text) and None
+def no_shards(directory: Path) -> None:
+    for path in directory.glob("model*"):
+        path.unlink()
 
 
-BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str]] = {
+def write(name: str, text: str) -> Damage:
+    return lambda directory: (directory / name).write_text(text)
+
+
+BAD_CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "empty directory": (empty, r"config\.json can't be read .*checkpoint"),
     "config not JSON": (write("config.json", "{"), r"config\.json is not valid JSON"),
     "config a list": (write("config.json", "[1]"), r"config\.json holds a list"),
@@ -128,7 +136,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "useless threshold": (edit_config(generation_config={"threshold": 5}), r"generation_config\.json: threshold is 5"),
     "useless limit": (edit_config(generation_config={"max_new_tokens": "many"}), "max_new_tokens"),
     "shard missing": (lambda d: shard(d).unlink(), "1 of 2 shards"),
-    "no shards": (lambda d: [p.unlink() for p in d.glob("model*")] and None, "neither model.safetensors nor"),
+    "no shards": (no_shards, "neither model.safetensors nor"),
     "shard empty": (edit_shard(lambda data: b""), "cut short"),
     "shard cut in its header": (edit_shard(lambda data: data[:100]), "cut short"),
     "shard cut in its data": (edit_shard(lambda data: data[:-1]), "cut short"),
@@ -138,14 +146,14 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "header of 101 MB": (huge_header, "safetensors"),
     "header not JSON": (edit_shard(lambda data: data[:8] + b"\xff" + data[9:]), "safetensors"),
     "overlapping offsets": (edit_header(overlap), "safetensors"),
-    "Git LFS pointer": (lambda d: shard(d).write_text("version https://git-lfs.github.com/spec/v1\n") and None, "LFS"),
+    "Git LFS pointer": (lambda d: shard(d).write_text("version https://git-lfs.github.com/spec/v1\n"), "LFS"),
     "NaN": (edit_tensor(spoil(float("nan"))), "NaN"),
     "infinity": (edit_tensor(spoil(float("inf"))), "NaN or values beyond"),
     "wrong dtype": (edit_tensor(lambda t: t.astype(np.int32)), "dtype I32"),
     "wrong shape": (edit_tensor(lambda t: np.ascontiguousarray(t[:-1])), "has shape"),
     "tokenizer not JSON": (write("tokenizer.json", "{"), r"tokenizer\.json can't be read"),
     "tokenizer of a larger model": (
-        lambda d: shutil.copy(NANO / "tokenizer.json", d) and None,
+        lambda d: shutil.copy(NANO / "tokenizer.json", d),
         "they are not of the same model",
     ),
 }

@@ -96,7 +96,7 @@ def test_the_coresets_share_changes_the_preview_alone(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_logits_that_can_not_be_had_are_refused(tmp_path: Path, arguments: list[str], sentence: str) -> None:
     built = bundle(tiny_checkpoint(2), with_logits=True)
-    where = [] if "--out" in arguments else ["--out", tmp_path / "x.npz"]
+    where: list[str | Path] = [] if "--out" in arguments else ["--out", tmp_path / "x.npz"]
     assert sentence in refused(clover("logits", built.directory, *where, *arguments))
     assert not list(tmp_path.iterdir())
 
@@ -121,7 +121,8 @@ def test_validate_exits_1_when_a_gate_fails(monkeypatch: pytest.MonkeyPatch) -> 
     from clover.engines.validate import command, gates
     from clover.engines.validate.metrics import Gate
 
-    never = gates.Gates(*[Gate(1.1, 0.0)] * 4, None, None)
+    gate = Gate(1.1, 0.0)
+    never = gates.Gates(gate, gate, gate, gate, None, None)
     monkeypatch.setattr(command, "own_gates", lambda *_: never)
     built = bundle(tiny_checkpoint(2)).directory
     result = clover("validate", built, "--threads", "1", "--no-trace")

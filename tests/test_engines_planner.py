@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -45,8 +45,7 @@ NANO = replace(
 
 
 def precision_of(base: Precision, config: ModelConfig = FULL_SIZE, **overrides: Precision) -> PrecisionPlan:
-    classes: dict[TensorClass, Precision] = dict(overrides)  # type: ignore[arg-type]
-    return plan_precision(config, base, classes)
+    return plan_precision(config, base, cast(dict[TensorClass, Precision], overrides))
 
 
 def full(gpu: str, base: Precision = "int4", **options: Any) -> Plan:
@@ -223,7 +222,7 @@ def test_options_that_cannot_be_honoured_are_named() -> None:
         ({"routing": RoutingAssumptions(distinct=4)}, "at least 8"),
     ):
         with pytest.raises(CloverError, match=message):
-            full("5090", **options)  # type: ignore[arg-type]
+            full("5090", **options)
     with pytest.raises(CloverError, match="between 0 and 1"):
         RoutingAssumptions(hit_rate=1.5)
 
@@ -302,7 +301,7 @@ def test_coreset_simulation_follows_the_rule_row_by_row() -> None:
         for row in p:
             for e in sorted(range(experts), key=lambda e: -row[e])[:top_k]:
                 votes[e] += row[e]
-        chosen, share = [], 0.0
+        chosen, share = list[int](), 0.0
         for e in sorted(range(experts), key=lambda e: -votes[e]):
             if share >= top_p and len(chosen) >= top_k:
                 break

@@ -158,7 +158,9 @@ def test_the_picture_holds_its_tones_and_its_size() -> None:
     picture = Image.open(io.BytesIO(render_png(trace, 150)))
     assert picture.width == round(7.68 * 150) and picture.height > picture.width
     assert [round(side) for side in picture.info["dpi"]] == [150, 150]
-    seen = {colour for _, colour in picture.convert("RGB").getcolors()}
+    colours = picture.convert("RGB").getcolors()
+    assert colours is not None, "more than 256 colours"
+    seen = {colour for _, colour in colours}
     drawn = {tone_of(c) for b in trace.blocks for c in b.confidence} | {"paper", "ink", "dim", "line", "light", "dark"}
     assert {tuple(bytes.fromhex(TONES[tone][0][1:])) for tone in drawn} <= seen
     assert len(render_png(trace, 300)) < 400_000
@@ -189,8 +191,8 @@ def test_the_verb_writes_a_page_a_picture_or_json_and_refuses_the_rest(
     assert traced["text"].startswith("[{") and traced["conditions"]["batch"] == 1
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     piped = ["trace", directory, "-", "-o", str(tmp_path / "t.json"), "--threads", "1", "--json"]
-    told = run.invoke(app, piped, input=ORDER + "\n")
-    assert json.loads(told.stdout)["steps"] == len(traced["steps"])
+    result = run.invoke(app, piped, input=ORDER + "\n")
+    assert json.loads(result.stdout)["steps"] == len(traced["steps"])
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     for arguments, told in (
         (["t.svg"], ".html, .png or .json"),

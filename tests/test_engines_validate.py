@@ -28,7 +28,7 @@ from clover.exporter.weight_index import read_weight_index
 from clover.runtime.errors import CheckpointError, RequestError
 from clover.runtime.session import Adjustment, SequenceRows
 
-TINY = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+TINY: dict[str, Any] = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 Fault = Callable[[onnx.ModelProto], None]
 
 

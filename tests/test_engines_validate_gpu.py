@@ -178,6 +178,10 @@ def layer_list(change: Callable[[dict[str, Any]], Any]) -> Fault:
     return lambda place: edit_json(place / LAYERS, change)
 
 
+def no_layer_list(place: Path) -> None:
+    (place / LAYERS).write_text("[]")
+
+
 def rename_a_plugin(record: dict[str, Any]) -> None:
     for layer in record["layers"]:
         layer["name"] = layer["name"].replace("layers.2.moe.MoEExperts", "layers.1.moe.MoEExperts")
@@ -220,7 +224,7 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "caches copied": (layer_list(caches_copied), "layers", "updates 0 of 4 caches in place"),
     "key lengths": (layer_list(no_key_lengths), "layers", "limits 0 of 2 attention layers"),
     "list of another engine": (layer_list(lambda r: r.update(sha256="0" * 64)), "layers", "of another engine"),
-    "no list": (lambda p: (p / LAYERS).write_text("[]") and None, "layers", "is no layer list"),
+    "no list": (no_layer_list, "layers", "is no layer list"),
     "not dequantised": (layer_list(no_dequantisation), "weights", "0 of 18 INT4 matrices dequantise"),
     "tensor's type": (
         layer_list(lambda r: r["tensors"].update({"conv.0": ["HALF", [-1, 3, 256]]})), "inputs and outputs", "binds BF16",

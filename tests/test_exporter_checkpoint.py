@@ -205,7 +205,11 @@ def test_not_a_number_is_named_when_read(damaged: Callable[..., Path], bad: floa
 
     checkpoint = Checkpoint.open(damaged(change))
     checkpoint.read_expert_down(1, 4)
-    for read in (lambda: checkpoint.read_expert_down(1, 5), lambda: checkpoint.read(EXPERTS + "down_proj")):
+    reads: list[Callable[[], object]] = [
+        lambda: checkpoint.read_expert_down(1, 5),
+        lambda: checkpoint.read(EXPERTS + "down_proj"),
+    ]
+    for read in reads:
         with pytest.raises(CheckpointError, match=r"experts.down_proj in .*model.safetensors holds NaN"):
             read()
 

@@ -180,7 +180,7 @@ def test_a_decode_is_that_of_the_same_weights_in_float(form: str, make: Make, tm
         (directory, {"precision": "int4", "overrides": as_it_is, "exact_activations": True}),
         (floats, {"precision": "fp32"}),
     ):
-        bundle = build_target(BuildRequest(source, tmp_path / f"{source.name}.bundle", with_logits=True, **options))  # type: ignore[arg-type]
+        bundle = build_target(BuildRequest(source, tmp_path / f"{source.name}.bundle", with_logits=True, **options))
         session = open_session(bundle, sequences=1, max_context=64, threads=1, cache=False)
         logits.append([logits_of(session.step([rows(tokens, 4)])[0]) for tokens in ([3, 4, 5, 6], [7, 8, 9, 10])])
     np.testing.assert_allclose(logits[0], logits[1], atol=2e-4 * np.abs(logits[1]).max())

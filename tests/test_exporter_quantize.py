@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -170,9 +171,9 @@ def importances(draw: st.DrawFn, columns: int) -> Floats:
 def test_weighted_search_keeps_its_promises(case: tuple[Floats, int], signed: bool, data: st.DataObject) -> None:
     weight, group = case
     importance = data.draw(importances(weight.shape[1]))
-    options = {"signed_scales": signed}
-    packed, scales = weighted_quantize.quantize_int4_weighted(weight, importance, group, **options)
-    again = weighted_quantize.quantize_int4_weighted(weight.copy(), importance.copy(), group, **options)
+    quantise = partial(weighted_quantize.quantize_int4_weighted, signed_scales=signed)
+    packed, scales = quantise(weight, importance, group)
+    again = quantise(weight.copy(), importance.copy(), group)
     np.testing.assert_array_equal(packed, again[0])
     np.testing.assert_array_equal(scales, again[1])
     assert packed.shape == (weight.shape[0], weight.shape[1] // 2)

@@ -151,7 +151,7 @@ def test_a_plan_downloads_no_weights(hub: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     for fetch in ("config", "all", "nothing"):
-        assert resolve_source("org/name", fetch=fetch) == tiny_checkpoint(2)  # type: ignore[arg-type]
+        assert resolve_source("org/name", fetch=fetch) == tiny_checkpoint(2)
     config, everything, nothing = asked
     assert not config["local_files_only"] and not any("safetensors" in p for p in config["allow_patterns"])
     assert not everything["local_files_only"] and "*.safetensors" in everything["allow_patterns"]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from engine_support import logits_of, relative_error, rows, session, state_of
-from oracle_support import load_oracle, tiny_checkpoint
+from oracle_support import Layout, Prefix, load_oracle, tiny_checkpoint
 from safetensors.numpy import load_file, save_file
 
 TOLERANCE = 2e-5
@@ -110,7 +110,7 @@ def check(checkpoint: Path, oracle_checkpoint: Path, seed: int, tolerance: float
 @pytest.mark.parametrize("prefix", ["model", "language_model"])
 @pytest.mark.parametrize("layout", ["fused", "per_expert"])
 @pytest.mark.parametrize("seed", range(8))
-def test_commit_and_preview_equal_the_oracle(seed: int, layout: str, prefix: str) -> None:
+def test_commit_and_preview_equal_the_oracle(seed: int, layout: Layout, prefix: Prefix) -> None:
     # the oracle's answer does not depend on how the same weights are stored
     check(tiny_checkpoint(seed, layout, prefix), tiny_checkpoint(seed), seed)
 

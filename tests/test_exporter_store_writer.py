@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from clover.exporter import store_writer
+from clover.exporter import disk, store_writer
 from clover.exporter.safetensors_file import NUMPY_DTYPES, SafetensorsFile
 from clover.exporter.store_layout import StoreEntry, layout
 from clover.exporter.store_writer import StoreWriter
@@ -211,7 +211,7 @@ def write_in_a_child_killed_at(step: int, path: Path) -> int:
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
-    left, write = step, store_writer.write_all
+    left, write = step, disk.write_all
 
     def count() -> None:
         nonlocal left
@@ -235,7 +235,7 @@ def write_in_a_child_killed_at(step: int, path: Path) -> int:
         return inner
 
     try:  # patched for good: this process ends here
-        store_writer.write_all = half_way
+        pytest.MonkeyPatch().setattr(store_writer, "write_all", half_way)
         for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
             setattr(owner, name, around(getattr(owner, name)))
         write_all(StoreWriter(path, ENTRIES, META))

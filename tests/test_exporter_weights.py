@@ -171,7 +171,7 @@ def overwritten(shard: Path) -> None:
 @pytest.mark.parametrize("change", [appended, replaced, overwritten])
 def test_a_shard_that_changes_meanwhile(change: Callable[[Path], None], tmp_path: Path) -> None:
     source = copy_of(tiny_checkpoint(0), tmp_path / "source")
-    changed = []
+    changed: list[Path] = []
 
     def progress(*_: Any) -> None:
         if not changed:

@@ -88,7 +88,7 @@ def run(c: Case) -> dict[str, Array]:
     weights = {"gate_up": (s.weight, c.gate_up), "down": (s.weight, c.down)}
     if c.gate_up_scales is not None and c.down_scales is not None:
         weights |= {"gate_up_scales": (s.scale, c.gate_up_scales), "down_scales": (s.scale, c.down_scales)}
-        table = ("gate_up", "gate_up_scales", "down", "down_scales")
+        table: tuple[str | None, ...] = ("gate_up", "gate_up_scales", "down", "down_scales")
     else:
         table = ("gate_up", None, "down", None)
     return shared_interpreter().run(

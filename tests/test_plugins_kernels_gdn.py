@@ -89,11 +89,11 @@ def check(
 ) -> dict[str, Array]:
     x = {name: rounded(values, activation) if name in ROUNDED else values for name, values in x.items()}
     got = run(a, x, activation, **options)
-    wide = {n: v.astype(np.float64) if v.dtype == np.float32 else v for n, v in x.items()}
+    wide: dict[str, Array] = {n: v.astype(np.float64) if v.dtype == np.float32 else v for n, v in x.items()}
     wanted = bidirectional_gated_delta_net(**wide, attributes=a)
     for spec, want in zip(SPEC.outputs, wanted, strict=True):
         assert np.isfinite(got[spec.name]).all(), spec.name
-        error = np.linalg.norm(got[spec.name] - want) / max(np.linalg.norm(want), 1e-6)
+        error = np.linalg.norm(got[spec.name] - want) / max(float(np.linalg.norm(want)), 1e-6)
         assert error <= TOLERANCE[activation], (spec.name, error)
     return got
 

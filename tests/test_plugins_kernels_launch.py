@@ -72,7 +72,7 @@ class Driver:
         *shape, shared, stream, parameters, extra = arguments
         kinds = self.arity[function]
         array = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
-        values = [ctypes.cast(array[i], ctypes.POINTER(kind)).contents.value for i, kind in enumerate(kinds)]  # type: ignore[arg-type]
+        values = [ctypes.cast(array[i], ctypes.POINTER(kind)).contents.value for i, kind in enumerate(kinds)]
         self.launches.append(
             SimpleNamespace(
                 function=function,

@@ -28,7 +28,7 @@ def run(a: CoresetAttributes, logits: Array, commit: list[int], length: list[int
             "logits": ("fp32", logits),
             "commit_length": ("i64", np.array(commit)),
             "row_length": ("i64", np.array(length)),
-            "top_p": ("fp32", np.ascontiguousarray(np.broadcast_to(np.float32(top_p), sequences))),
+            "top_p": ("fp32", np.ascontiguousarray(np.broadcast_to(np.asarray(top_p, np.float32), sequences))),
         },
         {"routed_logits": Output("fp32", logits.shape)},
     )["routed_logits"]
@@ -38,7 +38,7 @@ def check(
     a: CoresetAttributes, logits: Array, commit: list[int], length: list[int], top_p: float | list[float]
 ) -> Array:
     got = run(a, logits, commit, length, top_p)
-    want = moe_coreset_routing(logits, np.array(commit), np.array(length), np.float32(top_p), attributes=a)
+    want = moe_coreset_routing(logits, np.array(commit), np.array(length), np.asarray(top_p, np.float32), attributes=a)
     for s, n in enumerate(length):
         np.testing.assert_array_equal(got[s, :n], want[s, :n])
         assert (got[s, n:] == np.float32(EXCLUDED_LOGIT)).all(), "padding rows must choose no expert"

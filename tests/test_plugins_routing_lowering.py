@@ -87,8 +87,8 @@ def test_the_engine_routes_as_the_oracle(
         return
     shape = (len(lengths), max(rows), experts)
     # steps of a quarter of ln 2 keep sums of a few equal probabilities exact enough to be decided alike
-    logits = rng.normal(0, 2, shape) if levels == 0 else rng.integers(0, levels, shape) * np.log(2.0)
-    logits = logits.astype(np.float32)
+    drawn = rng.normal(0, 2, shape) if levels == 0 else rng.integers(0, levels, shape) * np.log(2.0)
+    logits = drawn.astype(np.float32)
     got = routed_sets(logits, [c for c, _ in lengths], rows, top_p, top_k)
     for sequence, (commit, _) in enumerate(lengths):
         want = expected_sets(logits[sequence], commit, rows[sequence], top_p, top_k)

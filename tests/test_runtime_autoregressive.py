@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def prompt_of(length: int) -> list[int]:
     "penalties", [{}, {"presence_penalty": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4}]
 )
 @pytest.mark.parametrize("length", [1, 32, 300])
-def test_greedy_equals_the_oracle(length: int, penalties: dict[str, float]) -> None:
+def test_greedy_equals_the_oracle(length: int, penalties: dict[str, Any]) -> None:
     o = replace(GREEDY, **penalties)  # 300: the prompt takes two steps
     got, decoder = generate(tiny_checkpoint(7), prompt_of(length), o)
     assert got == oracle_greedy(tiny_checkpoint(7), prompt_of(length), o, 16, mask=319)

@@ -213,21 +213,18 @@ def test_nine_questions_and_bad_choices_are_refused() -> None:
         ({"": [1, 2]}, "not empty"),
     ):
         with pytest.raises(RequestError, match=told) as refused:
-            nano().decide("A document.", questions)  # type: ignore[arg-type]
+            nano().decide("A document.", questions)
         assert refused.value.field == "questions"
 
 
 def test_options_that_do_not_act_are_refused() -> None:
-    for name, value in (
-        ("temperature", 0.5),
-        ("mode", "fill"),
-        ("presence_penalty", 0.1),
-        ("max_new_tokens", 5),
-        ("x", 1),
-    ):
+    unused: dict[str, Any] = {"temperature": 0.5, "mode": "fill", "presence_penalty": 0.1, "max_new_tokens": 5, "x": 1}
+    for name, value in unused.items():
         with pytest.raises(RequestError, match=name) as refused:
             nano().fill(MESSAGES, "{{a:1}}", **{name: value})
         assert refused.value.field == name
-    for arguments in ({}, {"template": "{{a:1}}", "response_format": {"type": "json_schema"}}):
+    both = {"template": "{{a:1}}", "response_format": {"type": "json_schema"}}
+    neither_or_both: tuple[dict[str, Any], ...] = ({}, both)
+    for arguments in neither_or_both:
         with pytest.raises(RequestError, match="template"):
             nano().fill(MESSAGES, **arguments)

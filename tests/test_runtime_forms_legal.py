@@ -55,7 +55,7 @@ KINDS = st.one_of(
 @st.composite
 def forms(draw: st.DrawFn) -> Form:
     """A legal form: what follows a hole can be told from what is in it."""
-    holes, parts = draw(st.lists(KINDS, min_size=1, max_size=4)), []
+    holes, parts = draw(st.lists(KINDS, min_size=1, max_size=4)), list[str | Hole]()
     if draw(st.booleans()):
         parts.append(draw(a_text(12)))
     for n, kind in enumerate(holes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,14 +25,15 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(((counts[live] - expected) ** 2 / expected).sum())
 
 
-def expected_probabilities(temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def expected_probabilities(temperature: float, top_k: int, top_p: float) -> npt.NDArray[np.float64]:
     """softmax(logits / temperature) over the best k, then over the smallest set that reaches top_p."""
-    weights = np.exp(LOGITS / temperature - LOGITS.max() / temperature)
+    weights: npt.NDArray[np.float64] = np.exp(LOGITS / temperature - LOGITS.max() / temperature)
     weights[top_k or len(weights) :] = 0.0
     weights /= weights.sum()
     size = 1 + int(np.searchsorted(np.cumsum(weights), top_p - 1e-12))
     weights[size:] = 0.0
-    return weights / weights.sum()
+    weights /= weights.sum()
+    return weights
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.01])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -269,9 +269,16 @@ def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(
 ) -> None:
     longest: list[int] = []
     tokenizer = server.service.tokenizer
+
+    def watched(encode: Callable[[str], Any]) -> Callable[[str], Any]:
+        def inner(text: str) -> Any:
+            longest.append(len(text))
+            return encode(text)
+
+        return inner
+
     for name in ("encode", "encode_plain"):
-        inner = getattr(tokenizer, name)
-        monkeypatch.setattr(tokenizer, name, lambda text, inner=inner: longest.append(len(text)) or inner(text))
+        monkeypatch.setattr(tokenizer, name, watched(getattr(tokenizer, name)))
     text = "ab " * 200_000
     for path, body, field in (
         (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),

@@ -91,9 +91,8 @@ def test_drafts_that_repeat_themselves_are_penalised_row_by_row() -> None:
     for seed in range(6):
         liked = {int(t): 60.0 for t in np.random.default_rng(seed).integers(0, 300, 3)}
         for more in ({"presence_penalty": 2.0}, {"frequency_penalty": 0.3, "presence_penalty": 0.0}):
-            options = DecodeOptions(
-                logit_bias=liked, block_size=8, length_ramp=None, **{"repetition_penalty": 1.1, **more}
-            )
+            penalties: dict[str, Any] = {"repetition_penalty": 1.1, **more}
+            options = DecodeOptions(logit_bias=liked, block_size=8, length_ramp=None, **penalties)
             kept += both(tiny(seed % 3), [seed, 7, 9], options, (), 60).counts.accepted
     assert kept > 100
 
@@ -218,8 +217,8 @@ def test_only_the_last_tentative_commit_can_be_taken_back() -> None:
         session.step([_with(some, undo=True)])
 
 
-def _with(given_rows: SequenceRows, **changes: bool) -> SequenceRows:
-    return replace(given_rows, **changes)
+def _with(given_rows: SequenceRows, *, tentative: bool = False, undo: bool = False) -> SequenceRows:
+    return replace(given_rows, tentative=tentative, undo=undo)
 
 
 # -- the distribution -----------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ def test_sampled_replies_have_the_autoregressive_distribution() -> None:
         seen: Counter[tuple[int, ...]] = Counter()
         for seed in range(first, first + 700):
             options = DecodeOptions(temperature=3.0, top_k=2, seed=seed, block_size=8, presence_penalty=0.5)
-            more = {"mask_id": MASK} if mode is SpeculativeDecoder else {}
+            more: dict[str, Any] = {"mask_id": MASK} if mode is SpeculativeDecoder else {}
             decoder = mode([3, 1, 4], options, eos_ids=(), vocab_size=VOCAB, limit=3, **more)
             seen[tuple(t.id for t in drive(tiny(2), decoder))] += 1
         counts.append(seen)

@@ -171,4 +171,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     """The application that clover.yaml names; `args`: see Arguments."""
     given = Arguments.model_validate(args)
     settings = load_settings(given.config, {})
-    return Front.bind(Model.bind(str(given.bundle), settings), settings.max_body_mb)
+    # @serve.deployment made Deployments of both classes, which type checkers do not follow
+    model = Model.bind(str(given.bundle), settings)  # type: ignore[attr-defined]
+    return Front.bind(model, settings.max_body_mb)  # type: ignore[attr-defined]
