@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from clover.runtime.errors import BundleError, CloverError
 from clover.runtime.session import SequenceRows
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], list(range(20, 60)), [100]]
-OPTIONS = {"max_new_tokens": 12, "threads": 1}
+record_briefly = partial(record, max_new_tokens=12, threads=1)
 
 
 def prompts(ids: Sequence[Sequence[int]] = PROMPTS) -> list[Prompt]:
@@ -49,7 +50,7 @@ def prompts(ids: Sequence[Sequence[int]] = PROMPTS) -> list[Prompt]:
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(a tiny checkpoint, its calibration). Few prompts and 16 experts, so that some are hit too rarely."""
     checkpoint, out = tiny_checkpoint(2), tmp_path_factory.mktemp("calibration") / "c.safetensors"
-    record(bundle(checkpoint), prompts(), out, **OPTIONS)
+    record_briefly(bundle(checkpoint), prompts(), out)
     return checkpoint, out
 
 
@@ -100,7 +101,7 @@ def test_statistics_are_those_of_the_reference_model_on_the_same_steps(
             super().reset(slot)
 
     monkeypatch.setattr(recording, "CalibrationSession", Session)
-    found = record(built, prompts([*PROMPTS, list(range(10, 150))]), tmp_path / "c.safetensors", **OPTIONS)
+    found = record_briefly(built, prompts([*PROMPTS, list(range(10, 150))]), tmp_path / "c.safetensors")
     assert {(s.commit > 0, len(s.tokens) > s.commit) for s in steps if s} == {
         (True, False),
         (True, True),
@@ -161,7 +162,7 @@ def test_a_run_that_broke_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     """Ctrl-C at the third prompt: nothing stands at the output path, and the next run ends with the same file."""
     monkeypatch.setattr(recording, "rows_kept", lambda config: 8)
     built, out = bundle(tiny_checkpoint(2)), tmp_path / "c.safetensors"
-    whole = record(built, prompts(), tmp_path / "whole.safetensors", **OPTIONS)
+    whole = record_briefly(built, prompts(), tmp_path / "whole.safetensors")
     assert whole.resumed == 0
 
     def interrupt(what: str, done: int, total: int) -> None:
@@ -170,22 +171,22 @@ def test_a_run_that_broke_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
 
     def broken_off() -> None:
         with pytest.raises(KeyboardInterrupt):
-            record(built, prompts(), out, progress=interrupt, **OPTIONS)
+            record_briefly(built, prompts(), out, progress=interrupt)
         assert [p.name for p in tmp_path.glob("*c.safetensors*")] == [".c.safetensors.partial"]
 
     broken_off()
     with pytest.raises(CloverError, match="was not made by"):
         load_calibration(tmp_path / ".c.safetensors.partial")
-    resumed = record(built, prompts(), out, **OPTIONS)
+    resumed = record_briefly(built, prompts(), out)
     assert resumed.resumed == 2 and not (tmp_path / ".c.safetensors.partial").exists()
     assert resumed.calibration.sha256 == whole.calibration.sha256
     out.unlink()
     broken_off()
-    other = record(built, prompts(PROMPTS[::-1]), out, **OPTIONS)  # other prompts: not a continuation
+    other = record_briefly(built, prompts(PROMPTS[::-1]), out)  # other prompts: not a continuation
     assert other.resumed == 0
     broken = out.with_name(".c.safetensors.partial")
     broken.write_bytes(b"torn")
-    assert record(built, prompts(), out, **OPTIONS).resumed == 0 and not broken.exists()
+    assert record_briefly(built, prompts(), out).resumed == 0 and not broken.exists()
 
 
 # -- what it changes in a build ---------------------------------------------------------------------
@@ -314,7 +315,7 @@ def test_the_verb_calibrates_nano_for_a_build(tmp_path: Path) -> None:
         {"tokens": [5, 6, 7]},
     ]  # fmt: skip
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    arguments = [
+    arguments: list[str | Path] = [
         "calibrate",
         bundle(NANO).directory,
         "--prompts",
@@ -371,7 +372,7 @@ def test_other_mistakes_with_calibrate_are_sentences(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_text("Hello\n")
     nano = bundle(NANO).directory
-    for arguments, told in (
+    mistakes: list[tuple[list[str | Path], str]] = [
         ([nano, "--prompts", tmp_path / "none.txt", "-o", tmp_path / "c"], "No such file"),
         ([nano, "--prompts", file, "-o", tmp_path / "none" / "c"], "is not a directory"),
         ([nano, "--prompts", file, "-o", tmp_path], "is a directory"),
@@ -379,7 +380,8 @@ def test_other_mistakes_with_calibrate_are_sentences(tmp_path: Path) -> None:
         ([nano, "--prompts", file, "-o", tmp_path / "c", "--max-new-tokens", "0"], "max-new-tokens"),
         ([bundle(tiny_checkpoint(2)).directory, "--prompts", file, "-o", tmp_path / "c"], "takes only `tokens`"),
         ([NANO, "--prompts", file, "-o", tmp_path / "c"], "is not a bundle"),
-    ):
+    ]
+    for arguments, told in mistakes:
         assert told in refused(clover("calibrate", *arguments)), arguments
     assert [p.name for p in tmp_path.iterdir()] == ["p.txt"]
 
@@ -442,7 +444,7 @@ def test_a_calibration_that_can_not_be_used_is_refused(
 
 def test_a_calibration_without_a_use_is_refused_by_name(calibrated: tuple[Path, Path], tmp_path: Path) -> None:
     checkpoint, file = calibrated
-    out = ["-o", tmp_path / "b", "--calibration", file]
+    out: list[str | Path] = ["-o", tmp_path / "b", "--calibration", file]
     assert "recorded with another checkpoint" in refused(clover("build", tiny_checkpoint(3), *out))
     assert "--calibration acts on integer weights, and bf16 has none" in refused(
         clover("build", checkpoint, *out, "--bf16")

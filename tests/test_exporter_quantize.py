@@ -107,8 +107,8 @@ def test_search_lowers_the_error_of_ordinary_weights_markedly() -> None:
 def test_where_float32_sums_can_not_tell_scales_apart_abs_max_never_loses() -> None:
     """Groups of one magnitude: several scales are right but for their rounding to bfloat16."""
     rng = np.random.default_rng(3)
-    weight = np.repeat(rng.standard_normal((64, 256)), 32, axis=1)
-    weight = (weight * (rng.random(weight.shape) < 0.3)).astype(np.float32)
+    magnitudes = np.repeat(rng.standard_normal((64, 256)), 32, axis=1)
+    weight = (magnitudes * (rng.random(magnitudes.shape) < 0.3)).astype(np.float32)
     found, plain = (
         group_errors(weight, quantize.dequantize_int4(*quantize.quantize_int4(weight, 32, search=search)), 32)
         for search in (True, False)

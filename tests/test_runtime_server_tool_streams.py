@@ -12,12 +12,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from anthropic.types import Message, MessageDeltaUsage, RawMessageStreamEvent
+from anthropic.types import Message, MessageDeltaUsage, RawMessageStreamEvent, ToolParam
 from call_support import CUTS, REPLIES, TOOLS, calls, parse_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from serve_support import RunningServer, nano, nano_slots
@@ -116,6 +116,15 @@ def without_ids(value: Any) -> Any:
     return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 
+def function_calls(message: ChatCompletionMessage) -> list[tuple[str, str]]:
+    """(name, arguments) of every call."""
+    found: list[tuple[str, str]] = []
+    for call in message.tool_calls or []:
+        assert call.type == "function"
+        found.append((call.function.name, call.function.arguments))
+    return found
+
+
 def check_chat(clients: Clients, pieces: Pieces, one_piece: Pieces) -> None:
     request = CompletionRequest(ask(), "nano", True, True, False)
     chunks = play(chat.stream(request, Played(pieces), None))  # type: ignore[arg-type]
@@ -141,9 +150,9 @@ def check_chat(clients: Clients, pieces: Pieces, one_piece: Pieces) -> None:
     assert chunks[-1]["usage"] == json.loads(whole.model_dump_json(include={"usage"}, exclude_unset=True))["usage"]
     assert got.finish_reason == wanted.finish_reason
     assert (got.message.content or "") == (wanted.message.content or "")
-    named = [[(c.function.name, c.function.arguments) for c in m.message.tool_calls or []] for m in (got, wanted)]
-    assert named[0] == named[1] and len(named[0]) == seen
-    complete = [is_object(arguments) for _, arguments in named[0]]
+    called = function_calls(got.message)
+    assert called == function_calls(wanted.message) and len(called) == seen
+    complete = [is_object(arguments) for _, arguments in called]
     assert got.finish_reason != "tool_calls" or (complete and all(complete))
 
 
@@ -288,7 +297,7 @@ TEMPLATE = """
 REQUEST = "Book 3 seats from Lyon to Malmo on 2026-03-12 for Hana."
 PROPERTIES: dict[str, Any] = {name: {"type": "string"} for name in ("passenger", "from", "to", "date")}
 PROPERTIES["seats"] = {"type": "integer"}
-SCHEMA = {"type": "object", "properties": PROPERTIES}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": PROPERTIES}
 ARGUMENTS = {"passenger": "Hana", "from": "Lyon", "to": "Malmo", "date": "2026-03-12", "seats": 3}
 BLOCK = 16  # tokens, so that a call takes several blocks
 
@@ -308,7 +317,7 @@ def library() -> Clover:
 def answer_of(first: str, call_id: str) -> str:
     """What nano says after its call and the tool's result, by the library."""
     function = {"name": "book_trip", "arguments": first}
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"role": "user", "content": REQUEST},
         {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": call_id, "content": "booked"},
@@ -369,7 +378,7 @@ def test_a_streamed_responses_loop_with_nano(server: RunningServer) -> None:
 
 def test_a_streamed_messages_loop_with_nano(server: RunningServer) -> None:
     turns: list[Any] = [{"role": "user", "content": REQUEST}]
-    tool = {"name": "book_trip", "input_schema": SCHEMA}
+    tool: ToolParam = {"name": "book_trip", "input_schema": SCHEMA}
     asked: dict[str, Any] = {"model": "nano", "max_tokens": 100, "extra_body": {"block_size": BLOCK}}
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
         with client.messages.stream(messages=turns, tools=[tool], **asked) as stream:
