@@ -27,12 +27,16 @@ from clover.runtime.options import DecodeOptions
 from clover.runtime.penalties import Endings
 from clover.runtime.session import Candidates, SequenceRows
 
-TRY_SHARE = 0.03  # of the time of autoregressive steps: what tries of fill that don't pay may cost
+TRY_SHARE = 0.025  # of the time of autoregressive steps: what tries of fill that don't pay may cost
+EARLY_SHARE = 0.05  # the same while few previews were timed
+EARLY_PRICE = 8  # and then no preview counts for more autoregressive steps: the first times may be far off
+FEW = 4
 KEPT_STEPS = 4  # steps of fill that may be saved up: what it loses before it is left
-LOOK = 2  # autoregressive tokens that measure the mode
-LOOK_AFTER = 200  # autoregressive steps' worth of fill until it is measured again
+LOOK = 2  # autoregressive tokens that measure the mode: the first may commit more than itself
+LOOK_AFTER = 128  # previews' worth of fill until it is measured again
+EARLY_LOOK_AFTER = 40  # the same while few steps of it were timed
 MARGIN = 1.1  # leaving a block must promise to be this much cheaper
-KEPT_TIMES = 15
+KEPT_TIMES = 64
 
 # first: commits a block and previews the next; prompt: commits some of the prompt before
 Kind = Literal["preview", "first", "prompt", "autoregressive"]
@@ -44,8 +48,7 @@ class StepTimesSeen:
 
     The gain is an account in seconds: each block of fill adds what its tokens would have cost one by one and takes off
     what it cost, each autoregressive step adds a small share of its time. Fill may begin a block while the account can
-    pay for a lost step of it. It holds a few steps at most, so that fill is left soon where it stops to pay, and owes one
-    at most.
+    pay for a lost step of it. It holds a few steps at most, so that fill is left soon where it stops to pay.
     """
 
     def __init__(self) -> None:
@@ -57,9 +60,10 @@ class StepTimesSeen:
     def add(self, kind: Kind, seconds: float) -> None:
         """A step of a kind took so long."""
         self._seen[kind].append(seconds)
-        self._unseen = 0.0 if kind == "autoregressive" else self._unseen + seconds
+        if kind != "prompt":
+            self._unseen = 0.0 if kind == "autoregressive" else self._unseen + seconds
         if kind == "autoregressive" and self.known:
-            self._put(TRY_SHARE * seconds)
+            self._put((EARLY_SHARE if self._few_previews else TRY_SHARE) * self.autoregressive)
             if self._promised is not None:
                 (steps, tokens), self._promised = self._promised, None
                 if self.note_block(steps, 1.0, tokens):
@@ -73,7 +77,8 @@ class StepTimesSeen:
     @property
     def stale(self) -> bool:
         """Whether the autoregressive mode was last measured so long ago that it should be measured again."""
-        return self.known and self._unseen > LOOK_AFTER * self.autoregressive
+        few = len(self._seen["autoregressive"]) < FEW
+        return self.known and self._unseen > (EARLY_LOOK_AFTER if few else LOOK_AFTER) * self.preview
 
     @property
     def autoregressive(self) -> float:
@@ -83,12 +88,15 @@ class StepTimesSeen:
     @property
     def preview(self) -> float:
         """Seconds of a step that previews a block; as long as there was none that did no more, of one that did."""
-        return self._least(next(kind for kind in PREVIEWS if self._seen[kind]))
+        seconds = self._least(next(kind for kind in PREVIEWS if self._seen[kind]))
+        early = self._few_previews and self._seen["autoregressive"]
+        return min(seconds, EARLY_PRICE * self.autoregressive) if early else seconds
 
     @property
     def commit(self) -> float:
         """Seconds that it adds to a step to commit a block."""
-        return max(self._least("first") - self.preview, 0.0) if self._seen["first"] else 0.0
+        seen = self._seen["first"] and self._seen["preview"]
+        return max(self._least("first") - self._least("preview"), 0.0) if seen else 0.0
 
     def note_block(self, steps: int, committed: float, tokens: int) -> bool:
         """A block took `steps` steps, this share of it is to be committed, and gave `tokens`. Whether it paid."""
@@ -101,13 +109,18 @@ class StepTimesSeen:
         self._promised = steps, tokens
 
     def allows_fill(self, block_size: int) -> bool:
-        """Whether fill may begin a block. Never where a block filled in one step would not pay either."""
+        """Whether fill may begin a block. What it must be able to lose is a preview, but never more than a block's worth of
+        the other mode: one step that something else held up must not keep fill away for good."""
         if not self.known:
             return self._promised is None
-        return block_size * self.autoregressive > self.preview <= self._account
+        return self._account >= min(self.preview, block_size * self.autoregressive)
+
+    @property
+    def _few_previews(self) -> bool:
+        return sum(len(self._seen[kind]) for kind in PREVIEWS) < FEW
 
     def _put(self, seconds: float) -> None:
-        self._account = min(max(self._account + seconds, -self.preview), KEPT_STEPS * self.preview)
+        self._account = min(max(self._account + seconds, 0.0), KEPT_STEPS * self.preview)
 
     def _least(self, kind: Kind) -> float:
         """The least of the last ones: what else the machine does lengthens long steps more often than short ones."""

