@@ -141,6 +141,7 @@ def record(
                 write_tensors(partial, session.sums.tensors(), state, UNFINISHED)
                 session.saved()
             progress("prompts", done, len(ids))
+        progress("inputs of the experts' down projections", 0, 0)
         session.add_waiting()
         _check_finite(bundle, session.sums)
         manifest = bundle.manifest
