@@ -50,6 +50,12 @@ def choose_provider(bundle: Bundle, asked: str | None) -> Provider:
     return chosen
 
 
+def check_threads(threads: int | None) -> None:
+    """Raises RequestError for a number of threads that no session takes. None: one a core."""
+    if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MAX_THREADS):
+        raise RequestError("threads", f"threads is {threads}; it must be an integer from 1 to {MAX_THREADS}.")
+
+
 def open_session(
     bundle: Bundle,
     *,
@@ -72,8 +78,7 @@ def open_session(
             "max_context",
             f"max_context is {max_context}; this bundle holds contexts of 1 to {manifest.max_context} tokens.",
         )
-    if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MAX_THREADS):
-        raise RequestError("threads", f"threads is {threads}; it must be an integer from 1 to {MAX_THREADS}.")
+    check_threads(threads)
     chosen = choose_provider(bundle, provider)
     if chosen == "tensorrt":
         from clover.engines.tensorrt.open import open_gpu_session

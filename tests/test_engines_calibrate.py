@@ -378,6 +378,7 @@ def test_other_mistakes_with_calibrate_are_sentences(tmp_path: Path) -> None:
         ([nano, "--prompts", file, "-o", tmp_path], "is a directory"),
         ([nano, "--prompts", file, "-o", tmp_path / "c", "--mode", "quick"], "mode"),
         ([nano, "--prompts", file, "-o", tmp_path / "c", "--max-new-tokens", "0"], "max-new-tokens"),
+        ([nano, "--prompts", file, "-o", tmp_path / "c", "--threads", "0"], "threads is 0"),
         ([bundle(tiny_checkpoint(2)).directory, "--prompts", file, "-o", tmp_path / "c"], "takes only `tokens`"),
         ([NANO, "--prompts", file, "-o", tmp_path / "c"], "is not a bundle"),
     ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from clover.engines.bundle import Bundle
 from clover.engines.calibrate.record import Progress, Recording, record
 from clover.engines.lock import exclusive
+from clover.engines.open import check_threads
 from clover.engines.prompts import read_prompts
 from clover.exporter.calibration import LEAST_ROWS
 from clover.runtime.errors import CloverError, RequestError
@@ -38,6 +39,7 @@ def calibrate_command(
         raise CloverError(f"--out {out} already exists; give another path or --force to replace it.")
     if max_new_tokens < 1:
         raise RequestError("max_new_tokens", f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
+    check_threads(threads)
     chats = read_prompts(prompts)
     with exclusive(out.with_name(f".{out.name}.lock"), f"another calibration is writing {out}; wait for it."):
         found = record(
