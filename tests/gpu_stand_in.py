@@ -45,7 +45,7 @@ class StandInDriver:
         self.card_bytes = card_bytes
         self.memory: dict[int, npt.NDArray[np.uint8]] = {}
         self.on_card: dict[int, int] = {}
-        self.recording: list[Callable[[], None]] | None = None
+        self.recording: list[Callable[[], object]] | None = None
         self.log: list[str] = []
         self._thread = threading.local()
 
@@ -73,7 +73,7 @@ class StandInDriver:
 
         return call
 
-    def queue(self, work: Callable[[], None]) -> None:
+    def queue(self, work: Callable[[], object]) -> None:
         """Runs work, or records it."""
         if self.recording is None:
             work()
@@ -115,7 +115,7 @@ class StandInDriver:
         return (0,)
 
     def _move(self, target: int, source: int, nbytes: int) -> tuple[int]:
-        self.queue(lambda: ctypes.memmove(target, source, nbytes))  # type: ignore[arg-type]
+        self.queue(lambda: ctypes.memmove(target, source, nbytes))
         return (0,)
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: Any) -> tuple[int]:
@@ -124,7 +124,7 @@ class StandInDriver:
     cuMemcpyDtoHAsync = cuMemcpyDtoDAsync = cuMemcpyHtoDAsync
 
     def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: Any) -> tuple[int]:
-        self.queue(lambda: ctypes.memset(address, value, nbytes))  # type: ignore[arg-type]
+        self.queue(lambda: ctypes.memset(address, value, nbytes))
         return (0,)
 
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[int]:

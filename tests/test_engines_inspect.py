@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_support import NANO, bundle
-from oracle_support import load_oracle, tiny_checkpoint
+from oracle_support import Layout, load_oracle, tiny_checkpoint
 from rich.console import Console
 
 from clover.engines.build import BuildRequest, build_target
@@ -32,8 +32,8 @@ def text(renderable: object) -> str:
 
 
 @pytest.mark.parametrize("layout", ["fused", "per_expert"])
-def test_a_checkpoints_classes_are_what_its_tensors_hold(layout: str) -> None:
-    path = tiny_checkpoint(0, layout, "language_model")  # type: ignore[arg-type]
+def test_a_checkpoints_classes_are_what_its_tensors_hold(layout: Layout) -> None:
+    path = tiny_checkpoint(0, layout, "language_model")
     data = inspect_path(path)
     sizes = [t.size for t in load_oracle(path).t.values()]
     assert data["kind"] == "checkpoint"

@@ -212,7 +212,7 @@ def test_a_builder_that_is_killed_leaves_a_sentence_and_no_engine(int4: Bundle, 
     request = device_graph(int4, tmp_path)
     children: list[Any] = []
 
-    class Watched(subprocess.Popen):  # type: ignore[type-arg]
+    class Watched(subprocess.Popen[Any]):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             children.append(self)

@@ -96,9 +96,11 @@ def test_packing_puts_the_even_element_in_the_low_nibble(data: bytes) -> None:
 
 def test_search_lowers_the_error_of_ordinary_weights_markedly() -> None:
     weight = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
-    errors = {}
-    for name, options in {"abs-max": {"search": False}, "search": {}, "signed": {"signed_scales": True}}.items():
-        restored = quantize.dequantize_int4(*quantize.quantize_int4(weight, 128, **options))  # type: ignore[arg-type]
+    errors: dict[str, float] = {}
+    quantise = partial(quantize.quantize_int4, weight, 128)
+    stored = {"abs-max": quantise(search=False), "search": quantise(), "signed": quantise(signed_scales=True)}
+    for name, (packed, scales) in stored.items():
+        restored = quantize.dequantize_int4(packed, scales)
         errors[name] = float(((weight - restored) ** 2).sum())
     assert errors["search"] < 0.8 * errors["abs-max"]
     assert errors["signed"] < 0.95 * errors["search"]
@@ -131,11 +133,10 @@ def test_onnxruntime_reads_the_same_values() -> None:
     rng = np.random.default_rng(2)
     weight = rng.standard_normal((48, 256)).astype(np.float32)
     x = rng.standard_normal((5, 256)).astype(np.float32)
-    for bits, quantise, restore, signed in (
-        (4, quantize.quantize_int4, quantize.dequantize_int4, {"signed_scales": True}),
-        (8, quantize.quantize_int8, quantize.dequantize_int8, {}),
+    for bits, (stored, scales), restore in (
+        (4, quantize.quantize_int4(weight, 64, signed_scales=True), quantize.dequantize_int4),
+        (8, quantize.quantize_int8(weight, 64), quantize.dequantize_int8),
     ):
-        stored, scales = quantise(weight, 64, **signed)  # type: ignore[arg-type]
         node = helper.make_node(
             "MatMulNBits", ["x", "b", "s"], ["y"], domain="com.microsoft", K=256, N=48, bits=bits, block_size=64
         )

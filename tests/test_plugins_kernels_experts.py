@@ -100,14 +100,17 @@ def run(c: Case) -> dict[str, Array]:
 
 
 def check(c: Case) -> dict[str, Array]:
-    def wide(x: Array | None) -> Array | None:
-        return x.astype(np.float64) if x is not None and x.dtype == np.float32 else x
+    def wide(x: Array) -> Array:
+        return x.astype(np.float64) if x.dtype == np.float32 else x
 
     got = run(c)
     want = moe_experts(
         c.hidden.astype(np.float64),
         c.logits.astype(np.float64),
-        *(wide(x) for x in (c.gate_up, c.gate_up_scales, c.down, c.down_scales)),  # type: ignore[arg-type]
+        wide(c.gate_up),
+        None if c.gate_up_scales is None else wide(c.gate_up_scales),
+        wide(c.down),
+        None if c.down_scales is None else wide(c.down_scales),
         attributes=c.shapes.attributes,
     )
     assert np.isfinite(got["mixed"]).all()

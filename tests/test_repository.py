@@ -32,6 +32,14 @@ def test_every_package_is_listed_for_installation() -> None:
     assert all((REPOSITORY / folder / "__init__.py").is_file() for folder in folders)
 
 
+def test_every_python_file_is_type_checked() -> None:
+    (folders,) = re.findall(r"^\.venv/bin/mypy (.+)$", (REPOSITORY / ".ci" / "run").read_text(), re.M)
+    for path in tracked():
+        beside = path.suffix == ".py" and path.parts[0] not in (*PACKAGE_ROOMS, "cli.py", "__init__.py")
+        if beside and not path.is_relative_to("tests/oracle"):
+            assert any(path.is_relative_to(folder) for folder in folders.split()), f".ci/run gives mypy no {path}"
+
+
 def test_the_package_needs_no_development_tool() -> None:
     heavy = re.compile(r"^(import|from) (torch|transformers|triton|gguf|hypothesis|pytest|tensorrt\w*)\b")
     for path in tracked():
@@ -65,11 +73,14 @@ def test_ci_runs_the_readme_commands() -> None:
 
 
 def test_commands_shown_in_the_documents_have_the_options_they_show() -> None:
+    from typer.core import TyperGroup
     from typer.main import get_command
 
     from clover.cli import app
 
-    verbs = {name: verb for name, verb in get_command(app).commands.items()}  # type: ignore[attr-defined]
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    verbs = dict(group.commands)
     known = {name: {o for p in verb.params for o in (*p.opts, *p.secondary_opts)} for name, verb in verbs.items()}
     shown = re.compile(rf"(?<![\w./-])clover ({'|'.join(verbs)})\b([^`\n|&]*)")
     seen = 0

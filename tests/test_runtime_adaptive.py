@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serve_support import chat_ids, job_for, nano, nano_session
 
-from clover.runtime.adaptive import AdaptiveDecoder, StepTimesSeen
+from clover.runtime.adaptive import AdaptiveDecoder, Kind, StepTimesSeen
 from clover.runtime.autoregressive import AutoregressiveDecoder
 from clover.runtime.decoder import DecodeCounts, Decoder, Progress
 from clover.runtime.errors import RequestError
@@ -71,9 +71,8 @@ def test_every_adaptive_token_is_either_modes_continuation(
     r = np.random.default_rng(0)
     monkeypatch.setattr("clover.runtime.adaptive.leaving_pays", lambda *_: r.random() < 0.3)
     monkeypatch.setattr(StepTimesSeen, "allows_fill", lambda *_: r.random() < 0.4)
-    options = DecodeOptions(
-        **{"presence_penalty": 0.0, "repetition_penalty": 1.0, **penalties}, block_size=8, threshold=0.01
-    )
+    given: dict[str, Any] = {"presence_penalty": 0.0, "repetition_penalty": 1.0, **penalties}
+    options = DecodeOptions(**given, block_size=8, threshold=0.01)
     session = PricedSession(tiny(1), lambda previews: float(r.uniform(0.1, 4.0 if previews else 2.0)))
     times, changes, causal, filled = StepTimesSeen(), 0, 0, 0
     for prompt in ([5, 9, 2], [7] * 20, list(range(40))):
@@ -122,9 +121,10 @@ def test_adaptive_is_hardly_slower_than_the_better_mode(price: float) -> None:
 def test_fill_is_left_and_taken_up_as_it_pays() -> None:
     """The account: what fill may lose is bounded, whatever it gained before, and a try is paid by a share of the time."""
     times = StepTimesSeen()
-    for kind, seconds in (("preview", 10.0), ("first", 12.0), ("autoregressive", 1.0)):
+    costs: dict[Kind, float] = {"preview": 10.0, "first": 12.0, "autoregressive": 1.0}
+    for kind, seconds in costs.items():
         for _ in range(4):
-            times.add(kind, seconds)  # type: ignore[arg-type]
+            times.add(kind, seconds)
     for _ in range(50):
         times.note_block(1, 1.0, 32)  # pays: 12 against 32
     assert times.allows_fill(32)
@@ -179,7 +179,8 @@ def test_the_length_ramp_closes_thinking_before_it_ends_the_reply(mode: Mode, op
             mode=mode, block_size=8, length_ramp=ramp, logit_bias=dict.fromkeys(unliked, -100.0), presence_penalty=2.0
         )
         common: dict[str, Any] = {"eos_ids": (eos,), "vocab_size": VOCAB, "limit": 60, "thinking_ids": (opens, closes)}
-        session, decoder = PricedSession(tiny(0), lambda previews: 1.0), None
+        session = PricedSession(tiny(0), lambda previews: 1.0)
+        decoder: Decoder
         if mode == "autoregressive":
             decoder = AutoregressiveDecoder(prompt, options, **common)
         elif mode == "adaptive":

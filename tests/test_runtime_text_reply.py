@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,14 +26,14 @@ GOOD = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 BAD = '<tool_call>\n{"name": "f", "arguments": {"a": 1\n</tool_call>'
 
 
-def reply(text: str, sizes: int = 32, **options: object) -> ReplyText:
+def reply(text: str, sizes: int = 32, **options: Any) -> ReplyText:
     finish = {key: options.pop(key) for key in ("hit_limit", "cancelled") if key in options}
-    parser = ReplyParser(TOKENIZER, **options)  # type: ignore[arg-type]
+    parser = ReplyParser(TOKENIZER, **options)
     ids = TOKENIZER.encode(text)
     events: list[ReplyEvent] = []
     for start in range(0, len(ids), sizes):
         events += parser.push(ids[start : start + sizes])
-    return collect_reply([*events, *parser.finish(**finish)])  # type: ignore[arg-type]
+    return collect_reply([*events, *parser.finish(**finish)])
 
 
 WORDS = [GOOD, BAD, "<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "STOP", "é", "<|im_end|>", "Hi."]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -41,8 +42,8 @@ REPLIES = st.lists(st.one_of(st.sampled_from(WORDS), st.text("ab<>/\n", max_size
 STOPS = st.lists(st.sampled_from(["STOP", "TO", "STOPP", "\n\n", "ab", "b", "<tool_call>", "<th", "aba"]), max_size=3)
 
 
-def parse(pieces: list[str], **options: object) -> list[StreamEvent]:
-    parser = StreamParser(**options)  # type: ignore[arg-type]
+def parse(pieces: list[str], **options: Any) -> list[StreamEvent]:
+    parser = StreamParser(**options)
     return [event for piece in pieces for event in parser.push(piece)] + parser.finish()
 
 
