@@ -288,10 +288,12 @@ def experts_case(
         scales = torch.rand((distinct, n, k // group), generator=generator) * 0.01 + 0.001
         return packed, scales.to(torch.bfloat16)
 
-    def wide(t: torch.Tensor | None) -> Array | None:
-        return None if t is None else t.numpy() if t.dtype == torch.uint8 else t.double().numpy()
+    def wide(t: torch.Tensor) -> Array:
+        return t.numpy() if t.dtype == torch.uint8 else t.double().numpy()
 
-    weights = [*matrix(2 * a.intermediate, hidden), *matrix(hidden, a.intermediate)]
+    gate_up, gate_up_scales = matrix(2 * a.intermediate, hidden)
+    down, down_scales = matrix(hidden, a.intermediate)
+    weights = (gate_up, gate_up_scales, down, down_scales)
     resident = [None if t is None else t.to(device) for t in weights]
     table = [
         [0 if t is None or e >= distinct else t[e].data_ptr() for e in range(count)] for t in resident
@@ -306,9 +308,15 @@ def experts_case(
     mixed = torch.full((rows, hidden), float("nan"), dtype=torch.bfloat16, device=device)
 
     def wanted() -> dict[str, Array]:
-        router = logits.double().numpy()
-        tensors = [wide(t) for t in weights]
-        y = moe_experts(x["hidden"].double().cpu().numpy(), router, *tensors, attributes=a)  # type: ignore[arg-type]
+        y = moe_experts(
+            x["hidden"].double().cpu().numpy(),
+            logits.double().numpy(),
+            wide(gate_up),
+            None if gate_up_scales is None else wide(gate_up_scales),
+            wide(down),
+            None if down_scales is None else wide(down_scales),
+            attributes=a,
+        )
         return {"mixed": y}
 
     touched = len(np.unique(np.argsort(-logits.numpy(), axis=-1, kind="stable")[:, : a.top_k]))

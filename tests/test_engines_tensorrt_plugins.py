@@ -88,13 +88,14 @@ class Registered:
 @pytest.fixture
 def registered() -> Iterator[Registered]:
     bundle = gpu_bundle("5070ti", "int4")
-    driver, launches = StandInDriver(), []
+    launches: list[tuple[Any, ...]] = []
 
-    def launch(*arguments: Any) -> tuple[int]:
-        launches.append(arguments)
-        return (0,)
+    class Driver(StandInDriver):
+        def cuLaunchKernel(self, *arguments: Any) -> tuple[int]:
+            launches.append(arguments)
+            return (0,)
 
-    driver.cuLaunchKernel = launch  # type: ignore[attr-defined]
+    driver = Driver()
     driver.cuCtxSetCurrent(1)
     host = make_host(check_parts(bundle), driver)
     creators = register(trt, OPERATORS, host)

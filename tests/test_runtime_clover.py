@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +236,10 @@ def test_a_stream_closed_early_leaves_the_engine_usable(engine: Clover) -> None:
     want = engine.chat(MESSAGES).tokens
     for items in range(4):
         stream = engine.stream(MESSAGES, block_size=8, steps=True)
+        assert isinstance(stream, Generator)
         for _ in range(items):
             next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         assert engine.chat(MESSAGES).tokens == want
     for item in engine.stream(MESSAGES):  # dropped, not closed
         if isinstance(item, ContentDelta):

@@ -90,7 +90,7 @@ def test_alternatives_do_not_depend_on_what_others_ask_for() -> None:
 
 
 @pytest.mark.parametrize("mode", ["fill", "autoregressive", "self-speculative"])
-def test_a_job_knows_what_its_slot_holds(mode: str) -> None:
+def test_a_job_knows_what_its_slot_holds(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = nano()
     with scheduled(1) as (scheduler, session):
         blocks = {} if mode == "autoregressive" else {"block_size": 8}
@@ -102,7 +102,7 @@ def test_a_job_knows_what_its_slot_holds(mode: str) -> None:
             lengths.append((len(job.committed), session.position(0)))
             return push(events)
 
-        owner.push = compare  # type: ignore[method-assign]
+        monkeypatch.setattr(owner, "push", compare)
         scheduler.submit([job])
         owner.wait()
     assert len(lengths) > 5 and all(known == held for known, held in lengths)
@@ -230,7 +230,7 @@ def test_draining_lets_the_accepted_finish_and_closing_tells_the_rest() -> None:
     assert [owner.outcomes[0] for _, owner in pairs] == ["shutdown"] * 2
 
 
-def test_a_failing_step_or_owner_harms_nobody_after_it() -> None:
+def test_a_failing_step_or_owner_harms_nobody_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = nano()
     prompt = chat_ids(engine, "Hello")
     with scheduled(2) as (scheduler, session):
@@ -240,7 +240,7 @@ def test_a_failing_step_or_owner_harms_nobody_after_it() -> None:
         owner.wait()
         assert owner.outcomes == ["error"]
         (bad, bad_owner), (good, good_owner) = (job_for(engine, prompt, max_new_tokens=20) for _ in range(2))
-        bad_owner.push = lambda events: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        monkeypatch.setattr(bad_owner, "push", lambda events: 1 / 0)
         scheduler.submit([bad, good])
         assert good_owner.wait() == alone(prompt, max_new_tokens=20)
         bad_owner.wait()

@@ -314,7 +314,8 @@ def test_clients_see_their_own_errors(server: RunningServer) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as anthropic_client:
         with pytest.raises(anthropic.BadRequestError) as refused:
             anthropic_client.messages.create(model="nano", max_tokens=5, messages=QUESTION, tool_choice={"type": "any"})
-        assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+        body = refused.value.body
+        assert isinstance(body, dict) and body["error"]["type"] == "invalid_request_error"
 
 
 def raw(server: RunningServer, request: bytes) -> bytes:
