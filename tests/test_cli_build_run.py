@@ -17,31 +17,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_support import clover, refused
 from engine_support import NANO, bundle
 from oracle_support import tiny_checkpoint
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
-from clover.cli import app
 from clover.engines.bundle import Bundle
 
 RUN = CliRunner()
 PROMPT = "Parse the dispatch: Send UAV7 to Cedar, priority high."
-
-
-def clover(*arguments: str | Path, stdin: bytes | None = None) -> Result:
-    return RUN.invoke(app, [str(a) for a in arguments], input=stdin)
-
-
-def refused(result: Result) -> str:
-    """The one sentence of a refusal."""
-    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    assert not result.stdout, "what failed prints nothing as its result"
-    assert "Traceback" not in result.stderr
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("clover: ") and lines[0][-1] in ".?", result.stderr
-    return lines[0].removeprefix("clover: ")
 
 
 # -- build: checkpoints ---------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from cli_support import clover, refused
 from engine_support import NANO, REPOSITORY, bundle
 from serve_support import RunningServer, nano, nano_slots
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from clover.cli import app
 from clover.runtime.forms.command import parse_questions
 
 PROMPT = "Parse the dispatch: Send UAV7 to Cedar, priority high."
@@ -19,29 +19,21 @@ TEMPLATE = '[{"op": "{{op:dispatch|assign}}", "uav": {{uav:int}}, "site": "{{sit
 DOCUMENT = "Ana left Elm and gave notice 3 days late. Notice may be at most 7 days late. The deposit is 400. The room was clean.\n"
 
 
-def clover(verb: str, *arguments: str | Path, stdin: bytes | None = None) -> Result:
-    given = [verb, str(bundle(NANO).directory), "--threads", "1", "--max-context", "512"]
-    return CliRunner().invoke(app, [*given, *map(str, arguments)], input=stdin)
-
-
-def refused(result: Result) -> str:
-    assert result.exit_code == 2 and not result.stdout, (result.exit_code, result.output, result.exception)
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("clover: ") and line.endswith(".")
-    return line
+def on_nano(verb: str, *arguments: str | Path, stdin: bytes | None = None) -> Result:
+    return clover(verb, bundle(NANO).directory, "--threads", "1", "--max-context", "512", *arguments, stdin=stdin)
 
 
 def test_a_form_is_what_the_api_fills(tmp_path: Path) -> None:
     want = nano().fill([{"role": "user", "content": PROMPT}], TEMPLATE, threshold=0.5)
-    said = clover("fill", "--template", TEMPLATE, "--threshold", "0.5", "--json", PROMPT)
+    said = on_nano("fill", "--template", TEMPLATE, "--threshold", "0.5", "--json", PROMPT)
     got = json.loads(said.stdout)
     assert (got["text"], got["values"], got["steps"]) == (want.text, want.values, want.steps)
     assert got["value"] == want.value and got["confidences"].keys() == {"op", "uav", "site"}
-    plain = clover("fill", "-", "--template", TEMPLATE, stdin=PROMPT.encode())
+    plain = on_nano("fill", "-", "--template", TEMPLATE, stdin=PROMPT.encode())
     assert json.loads(plain.stdout)[0]["site"] == "Cedar"
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"op": {"enum": ["dispatch", 7]}, "ok": {"type": "boolean"}}}')
-    value = json.loads(clover("fill", "--schema", schema, "--json", PROMPT).stdout)["value"]
+    value = json.loads(on_nano("fill", "--schema", schema, "--json", PROMPT).stdout)["value"]
     assert value["op"] in ("dispatch", 7) and isinstance(value["ok"], bool)
 
 
@@ -50,15 +42,15 @@ def test_decisions_are_what_the_api_decides(tmp_path: Path) -> None:
     file.write_text(DOCUMENT)
     asked = ("notice_in_time=true|false", "room_damaged=true|false", "keep_deposit=true|false", "refund=0|400")
     options = [a for q in asked for a in ("--question", q)]
-    got = json.loads(clover("decide", "--document", file, *options, "--json").stdout)
+    got = json.loads(on_nano("decide", "--document", file, *options, "--json").stdout)
     want = nano().decide(DOCUMENT, parse_questions(asked))
     assert got["answers"] == want.answers and len(got["forms"]) == 1
     assert got["answers"].keys() == {"notice_in_time", "room_damaged", "keep_deposit", "refund"}
     alone = json.loads(
-        clover("decide", "--document", "-", *options, "--alone", "--json", stdin=DOCUMENT.encode()).stdout
+        on_nano("decide", "--document", "-", *options, "--alone", "--json", stdin=DOCUMENT.encode()).stdout
     )
     assert len(alone["forms"]) == 4 and alone["answers"].keys() == got["answers"].keys()
-    table = clover("decide", "--document", file, *options).stdout
+    table = on_nano("decide", "--document", file, *options).stdout
     assert all(name in table for name in got["answers"]) and str(got["answers"]["refund"]) in table
 
 
@@ -111,4 +103,4 @@ def test_what_is_wrong_is_said_in_a_sentence(arguments: list[str], told: str, tm
     latin.write_bytes("Zürich".encode("latin-1"))
     places = {"BAD": str(bad), "LATIN": str(latin)}
     verb, *rest = arguments
-    assert told in refused(clover(verb, *(places.get(a, a) for a in rest)))
+    assert told in refused(on_nano(verb, *(places.get(a, a) for a in rest)))

@@ -11,26 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_support import clover, refused
 from engine_support import NANO, bundle
 from oracle_support import load_oracle, tiny_checkpoint
-from typer.testing import CliRunner, Result
-
-from clover.cli import app
 
 PROMPT, BLOCK = "5,6,7,8,9", ",".join(["319"] * 8)
-
-
-def clover(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def refused(result: Result) -> str:
-    """The one sentence of a refusal."""
-    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
-    assert not result.stdout
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("clover: ") and line[-1] in ".?", line
-    return line
 
 
 def process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_support import NANO, bundle
+from calibrate_support import PROMPTS, calibrated, prompts, record_briefly
+from engine_support import bundle
 from oracle_support import tiny_checkpoint
-from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner, Result
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
 from clover.cli import app
 from clover.engines.build import BuildRequest, build_target
 from clover.engines.calibrate import record as recording
-from clover.engines.calibrate.record import CalibrationSession, record
+from clover.engines.calibrate.record import CalibrationSession
 from clover.engines.calibrate.taps import add_taps
 from clover.engines.inspect import inspect_path
 from clover.engines.observed_session import ObservedSession
-from clover.engines.prompts import Prompt
 from clover.engines.validate.bundle_tensors import BundleTensors, WeightStore
 from clover.engines.validate.layers import Remembered
 from clover.exporter.calibration import LEAST_ROWS, Calibration, load_calibration, save_calibration
@@ -37,22 +33,6 @@ from clover.exporter.weights import row_blocks
 from clover.plugins.numerics import silu
 from clover.runtime.errors import BundleError, CloverError
 from clover.runtime.session import SequenceRows
-
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11], list(range(20, 60)), [100]]
-record_briefly = partial(record, max_new_tokens=12, threads=1)
-
-
-def prompts(ids: Sequence[Sequence[int]] = PROMPTS) -> list[Prompt]:
-    return [Prompt(f"line {n}", tokens=tokens) for n, tokens in enumerate(ids, 1)]
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(a tiny checkpoint, its calibration). Few prompts and 16 experts, so that some are hit too rarely."""
-    checkpoint, out = tiny_checkpoint(2), tmp_path_factory.mktemp("calibration") / "c.safetensors"
-    record_briefly(bundle(checkpoint), prompts(), out)
-    return checkpoint, out
-
 
 # -- what is recorded -------------------------------------------------------------------------------
 
@@ -204,10 +184,10 @@ def stored(directory: Path, name: str) -> tuple[Any, Any]:
 
 
 def test_a_calibrated_build_weighs_errors_where_it_may_and_says_where(
-    calibrated: tuple[Path, Path], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """Every matrix row by row: weighted where its inputs are known, by the weights alone for rare experts and the embedding."""
-    checkpoint, file = calibrated
+    checkpoint, file = calibrated()
     built = build_target(BuildRequest(checkpoint, tmp_path / "b", calibration=file))
     calibration, source = load_calibration(file), Checkpoint.open(checkpoint)
     plan = built.manifest.precision_plan
@@ -259,9 +239,9 @@ def test_a_calibrated_build_weighs_errors_where_it_may_and_says_where(
 
 
 def test_unfinished_and_reused_weights_must_be_of_the_same_calibration(
-    calibrated: tuple[Path, Path], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    checkpoint, file = calibrated
+    checkpoint, file = calibrated()
     other = tmp_path / "other.safetensors"
     found = load_calibration(file)
     save_calibration(
@@ -288,168 +268,3 @@ def test_unfinished_and_reused_weights_must_be_of_the_same_calibration(
         build_target(BuildRequest(checkpoint, tmp_path / "c", calibration=file, reuse=plain))
     reused = build_target(BuildRequest(checkpoint, tmp_path / "c", calibration=file, reuse=tmp_path / "b"))
     assert reused.manifest.files == expected.manifest.files
-
-
-# -- the command line, and what is refused ----------------------------------------------------------
-
-
-def clover(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def refused(result: Result) -> str:
-    """The one sentence of a refusal."""
-    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
-    (line,) = result.stderr.strip().splitlines()
-    assert not result.stdout and line.startswith("clover: ") and line.endswith("."), line
-    return line
-
-
-def test_the_verb_calibrates_nano_for_a_build(tmp_path: Path) -> None:
-    file, out = tmp_path / "p.jsonl", tmp_path / "c.safetensors"
-    lines: list[Any] = [
-        {"prompt": "Send UAV7 to Cedar, priority high."},
-        {"messages": [{"role": "user", "content": "Weather for Oslo?"}, {"role": "assistant", "content": "Cold."},
-                      {"role": "user", "content": "And Lima?"}]},
-        {"text": "Alder Birch Cedar"},
-        {"tokens": [5, 6, 7]},
-    ]  # fmt: skip
-    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    arguments: list[str | Path] = [
-        "calibrate",
-        bundle(NANO).directory,
-        "--prompts",
-        file,
-        "-o",
-        out,
-        "--max-new-tokens",
-        "24",
-        "--threads",
-        "1",
-    ]
-    data = json.loads(clover(*arguments, "--json").stdout)
-    assert data["recorded"]["prompts"] == 4 and data["recorded"]["rows"]["preview"] > 0
-    found = load_calibration(out)
-    assert data["sha256"] == found.sha256
-    for x in data["layers"]:
-        counts = found.statistics[f"layers.{x['layer']}.experts.down"].count
-        assert x["rows"] == counts.tolist() and sum(x["rows"]) == 2 * sum(data["recorded"]["rows"].values())
-        assert x["never"] == np.flatnonzero(counts == 0).tolist()
-        assert x["rare"] == np.flatnonzero((counts > 0) & (counts < LEAST_ROWS)).tolist()
-    assert any(x["rare"] or x["never"] for x in data["layers"])
-    assert "already exists" in refused(clover(*arguments))
-    shown = clover(*arguments, "--force", "--mode", "autoregressive")
-    assert shown.exit_code == 0 and "4 prompts" in shown.stdout and "0 previewed" in shown.stdout
-    assert "never hit" in shown.stdout and "weight-only" in shown.stdout
-    built = clover("build", NANO, "-o", tmp_path / "b", "--int4", "--calibration", out, "--json")
-    assert json.loads(built.stdout)["manifest"]["calibration"]["prompts"] == 4
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "c.safetensors", "p.jsonl"], "nothing is left beside"
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "holds no prompts"),
-        ('{"prompt": "a"}\n\n{broken', "line 3 is no JSON"),
-        ('{"prompt": "a", "text": "b"}', "line 1 must be an object with one of"),
-        ('{"tokens": [1, "x"]}', "line 1 must be"),
-        ('{"tokens": []}', "line 1 holds no tokens"),
-        ('{"text": "a"}\n{"tokens": [99999]}', "line 2 holds token 99999"),
-        ('{"tokens": [3]}', "line 1"),
-        (json.dumps({"tokens": [5] * 4096}), "line 1 has 4096 tokens and the context holds 4096"),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"role": 1}]}', "line 2"),
-    ],
-)
-def test_prompts_that_can_not_be_run_are_refused_by_line(text: str, told: str, tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text(text)
-    line = refused(clover("calibrate", bundle(NANO).directory, "--prompts", file, "-o", tmp_path / "c.safetensors"))
-    assert told in line and f"--prompts {file}" in line
-    assert [p.name for p in tmp_path.iterdir()] == ["p.jsonl"]
-
-
-def test_other_mistakes_with_calibrate_are_sentences(tmp_path: Path) -> None:
-    file = tmp_path / "p.txt"
-    file.write_text("Hello\n")
-    nano = bundle(NANO).directory
-    mistakes: list[tuple[list[str | Path], str]] = [
-        ([nano, "--prompts", tmp_path / "none.txt", "-o", tmp_path / "c"], "No such file"),
-        ([nano, "--prompts", file, "-o", tmp_path / "none" / "c"], "is not a directory"),
-        ([nano, "--prompts", file, "-o", tmp_path], "is a directory"),
-        ([nano, "--prompts", file, "-o", tmp_path / "c", "--mode", "quick"], "mode"),
-        ([nano, "--prompts", file, "-o", tmp_path / "c", "--max-new-tokens", "0"], "max-new-tokens"),
-        ([nano, "--prompts", file, "-o", tmp_path / "c", "--threads", "0"], "threads is 0"),
-        ([bundle(tiny_checkpoint(2)).directory, "--prompts", file, "-o", tmp_path / "c"], "takes only `tokens`"),
-        ([NANO, "--prompts", file, "-o", tmp_path / "c"], "is not a bundle"),
-    ]
-    for arguments, told in mistakes:
-        assert told in refused(clover("calibrate", *arguments)), arguments
-    assert [p.name for p in tmp_path.iterdir()] == ["p.txt"]
-
-
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def rewritten(**metadata: str) -> Callable[[Path], None]:
-    """The same tensors under other metadata, as another program would write them."""
-
-    def change(path: Path) -> None:
-        save_file(load_file(path), path, {**SafetensorsFile(path).metadata, **metadata})
-
-    return change
-
-
-def without_a_matrix(path: Path) -> None:
-    found = load_calibration(path)
-    kept = {n: s for n, s in found.statistics.items() if n != "lm_head"}
-    save_calibration(path, Calibration(kept, found.checkpoint, found.model, found.recorded))
-
-
-def not_finite(path: Path) -> None:
-    found = load_calibration(path)
-    found.statistics["lm_head"].mean_square[0] = np.nan
-    save_calibration(path, found)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (Path.unlink, "does not exist"),
-        (flipped, "is damaged"),
-        (cut, "is damaged"),
-        (lambda path: path.write_text("{}"), "is damaged, or no calibration"),
-        (lambda path: save_file({"a": np.zeros(1)}, path), "was not made by `clover calibrate`"),
-        (rewritten(version="2"), "has format version 2"),
-        (rewritten(checkpoint="0" * 64), "is damaged"),
-        (without_a_matrix, "has nothing for lm_head"),
-        (not_finite, "no numbers"),
-    ],
-)
-def test_a_calibration_that_can_not_be_used_is_refused(
-    change: Callable[[Path], Any], told: str, calibrated: tuple[Path, Path], tmp_path: Path
-) -> None:
-    checkpoint, file = calibrated[0], tmp_path / "c.safetensors"
-    shutil.copyfile(calibrated[1], file)
-    change(file)
-    line = refused(clover("build", checkpoint, "-o", tmp_path / "b", "--int4", "--calibration", file))
-    assert told in line and f"--calibration {file}" in line
-    assert not (tmp_path / "b").exists() and not (tmp_path / ".b.partial").exists()
-
-
-def test_a_calibration_without_a_use_is_refused_by_name(calibrated: tuple[Path, Path], tmp_path: Path) -> None:
-    checkpoint, file = calibrated
-    out: list[str | Path] = ["-o", tmp_path / "b", "--calibration", file]
-    assert "recorded with another checkpoint" in refused(clover("build", tiny_checkpoint(3), *out))
-    assert "--calibration acts on integer weights, and bf16 has none" in refused(
-        clover("build", checkpoint, *out, "--bf16")
-    )
-    for precision in ("int8", "fp32,embed=int4"):
-        assert "has nothing to act on" in refused(clover("build", checkpoint, *out, "--precision", precision))
-    assert not (tmp_path / "b").exists()
