@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from clover.engines.bundle import Bundle, Verify
 from clover.engines.open import Provider, open_session
@@ -31,7 +32,7 @@ from clover.runtime.forms.schema import form_of_response_format
 from clover.runtime.forms.template import Form, parse_template
 from clover.runtime.forms.vocabulary import Vocabulary
 from clover.runtime.loop import StepTimes, decode
-from clover.runtime.options import DecodeOptions, make_options
+from clover.runtime.options import DecodeOptions, check_flags, make_options
 from clover.runtime.reply import Reply, ReplyFinished, StreamItem, make_reply, make_statistics
 from clover.runtime.session import StepSession
 from clover.runtime.speculative import SpeculativeDecoder
@@ -60,7 +61,8 @@ class Clover:
         self.bundle, self.session, self.tokenizer, self.template = bundle, session, tokenizer, template
         self._turn = threading.Lock()
         self._turn_of: int | None = None  # the thread whose stream runs
-        self._closed = False
+        self._closed = False  # asked for; a step that runs elsewhere still has the session
+        self._freed = False
         self._step_times: dict[tuple[int, float], StepTimesSeen] = {}  # by block size and threshold
         self._vocabulary: Vocabulary | None = None  # of forms
         self._vocab_size = (
@@ -85,6 +87,11 @@ class Clover:
 
         Raises BundleError when the bundle is damaged or for another machine.
         """
+        if not isinstance(directory, str | PathLike):
+            raise RequestError("directory", f"directory is {directory!r}; give the path of a bundle.")
+        if verify != "all":
+            check_flags(verify=verify)
+        check_flags(cache=cache)
         bundle = Bundle.open(directory, verify=verify)
         session = open_session(
             bundle, max_context=max_context, threads=threads, cache=cache, verify=verify, provider=provider
@@ -121,6 +128,7 @@ class Clover:
             raise RequestError(
                 "messages", "this bundle has no tokenizer or chat template; use generate with token ids."
             )
+        check_flags(enable_thinking=enable_thinking, steps=steps)
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         rendered = self.template.render(messages, tools=tools, **thinking)
         ids = self.tokenizer.encode_prompt(rendered)
@@ -132,12 +140,15 @@ class Clover:
         self, prompt: str | Sequence[int], *, steps: bool = False, **options: Any
     ) -> Iterator[StreamItem]:
         """As `stream`, for a raw prompt. Thinking and tool markers stay in the text."""
+        check_flags(steps=steps)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("prompt", "this bundle has no tokenizer; give token ids.")
             ids = self.tokenizer.encode(prompt)
         else:
             try:
+                if isinstance(prompt, bytes | bytearray | Mapping):  # their items are integers, and no token ids
+                    raise TypeError
                 ids = [operator.index(t) for t in prompt]
             except TypeError:
                 raise RequestError("prompt", "prompt is neither a text nor a sequence of token ids.") from None
@@ -161,6 +172,8 @@ class Clover:
         `response_format` is of type json_schema. Options are threshold, block_size and coreset_top_p.
         Raises RequestError naming what can't be filled.
         """
+        if on_event is not None and not callable(on_event):
+            raise RequestError("on_event", f"on_event is {on_event!r}; it must be a function of one StepEvent.")
         if (template is None) == (response_format is None):
             raise RequestError("template", "template or response_format must be given, and not both.")
         form = parse_template(template) if template is not None else form_of_response_format(response_format)
@@ -173,6 +186,7 @@ class Clover:
         together False: each question alone, for comparison. Raises RequestError."""
         if not isinstance(document, str):
             raise RequestError("document", "document must be a text.")
+        check_flags(together=together)
         filled = []
         for names, form in decision_forms(questions, together):
             content = decision_prompt(document, names)
@@ -189,11 +203,11 @@ class Clover:
         given: Mapping[str, Any],
         on_event: Callable[[StepEvent], None] | None,
     ) -> FilledForm:
-        if self._closed:
-            raise CloverError("this engine is closed; load the bundle again.")
+        self._check_open()
         if self.template is None or self.tokenizer is None:
             raise RequestError("messages", "this bundle has no tokenizer or chat template, so it can't fill forms.")
         check_form_options(given)
+        check_flags(enable_thinking=enable_thinking)
         options, manifest = self.options(**given), self.bundle.manifest
         thinking: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         ids = self.tokenizer.encode_prompt(self.template.render(messages, **thinking))
@@ -271,10 +285,32 @@ class Clover:
         return None if opens is None or closes is None else (opens, closes)
 
     def close(self) -> None:
-        """Frees the engine. Harmless when closed already."""
-        if not self._closed:
-            self._closed = True
+        """Frees the engine. Harmless when closed already. A reply that runs in another thread ends with CloverError
+        within a step, and the engine is freed then."""
+        self._closed = True
+        if self._turn_of == threading.get_ident():  # between two steps of this thread's own stream
+            self._free()
+        else:
+            self._free_when_idle()
+
+    def _free_when_idle(self) -> None:
+        if self._turn.acquire(blocking=False):
+            try:
+                self._free()
+            finally:
+                self._turn.release()
+
+    def _free(self) -> None:
+        if not self._freed:
+            self._freed = True
             self.session.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CloverError("this engine is closed; load the bundle again.")
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a loaded engine can't be pickled or copied; call Clover.load in each process.")
 
     def __enter__(self) -> Clover:
         return self
@@ -295,8 +331,7 @@ class Clover:
         starts_in_thinking: bool = False,
         parse: bool = True,
     ) -> Iterator[StreamItem]:
-        if self._closed:
-            raise CloverError("this engine is closed; load the bundle again.")
+        self._check_open()
         options = self.options(**given)
         decoder = self.decoder(ids, options, field)
         parser = None
@@ -325,6 +360,7 @@ class Clover:
         with self._take_turn():
             self.session.reset(0)
             for event in decode(self.session, decoder, 0, times):
+                self._check_open()
                 if isinstance(event, StepEvent):
                     if steps:
                         yield event
@@ -358,12 +394,21 @@ class Clover:
         me = threading.get_ident()
         if self._turn_of == me and threading.current_thread() is threading.main_thread():
             raise CloverError("another stream of this engine is still open; read it to its end or close it first.")
-        with self._turn:
-            self._turn_of = me
-            try:
-                yield
-            finally:
-                self._turn_of = None
+        try:
+            with self._turn:
+                self._check_open()
+                self._turn_of = me
+                try:
+                    yield
+                except Exception as error:  # of a step without its session
+                    if self._closed and not isinstance(error, CloverError):
+                        raise CloverError("this engine was closed before the reply was complete.") from error
+                    raise
+                finally:
+                    self._turn_of = None
+        finally:
+            if self._closed:
+                self._free_when_idle()
 
 
 def load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

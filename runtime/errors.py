@@ -26,3 +26,7 @@ class RequestError(CloverError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str]]:
+        """Copies and pickles keep the field: errors cross process borders in pools of workers."""
+        return type(self), (self.field, str(self))

@@ -123,6 +123,13 @@ def _is_number(value: Any) -> bool:
     return number and abs(value) < math.inf  # false for NaN; isfinite overflows on a huge integer
 
 
+def check_flags(**flags: bool | None) -> None:
+    """Raises RequestError for a flag that is neither true nor false nor absent: "no" would count as true."""
+    for name, value in flags.items():
+        if value is not None and not isinstance(value, bool):
+            raise RequestError(name, f"{name} is {value!r}; it must be True or False.")
+
+
 def make_options(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> DecodeOptions:
     """DecodeOptions from a bundle's defaults and a request's fields; None means not given.
 
@@ -157,7 +164,7 @@ def parse_length_ramp(value: object) -> LengthRamp | None:
         start, stop, bias = int(parts[0]), int(parts[1]), float(parts[2])
         if len(parts) != 3 or not 0 <= start < stop or not 0.0 <= bias <= 100.0:
             raise ValueError
-    except (IndexError, TypeError, ValueError):
+    except (IndexError, TypeError, ValueError, OverflowError):
         raise RequestError(
             "length_ramp",
             f"length_ramp is {value!r}; give off, or START:STOP:MAX_BIAS with START below STOP (8192:16384:5).",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engine_support import NANO, bundle
@@ -147,7 +151,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     *(("stop", {"stop": value}) for value in ([""], ["a"] * 17, [1], 5, b"x")),
     *(("logit_bias", {"logit_bias": value}) for value in ({768: 1.0}, {-1: 1.0}, {1: 101}, {1: "x"}, {"1": 1}, [1])),
     *(("align_blocks", {"align_blocks": value}) for value in (1, "yes")),
-    ("length_ramp", {"length_ramp": {"start": 1}}),
+    *(("length_ramp", {"length_ramp": value}) for value in ({"start": 1}, {"start": inf, "stop": 2, "max_bias": 1})),
     *(("mode", {"mode": value}) for value in ("greedy", 1, "")),
     ("temperatur", {"temperatur": 1.0}),
     ("beams", {"beams": 4}),
@@ -170,7 +174,9 @@ def test_an_option_that_cannot_be_honoured_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], "a<|mask|>b", [5, 3], [5] * 1024, [768], [-1], [1.5], ["a"], [None], 7, None, "\udc80"], ids=repr
+    "prompt",
+    ["", b"abc", {5: 6}, [], "a<|mask|>b", [5, 3], [5] * 1024, [768], [-1], [1.5], ["a"], [None], 7, None, "\udc80"],
+    ids=repr,
 )
 def test_a_prompt_that_cannot_be_decoded_is_refused(engine: Clover, prompt: Any) -> None:
     if isinstance(prompt, str) and "mask" in prompt:
@@ -279,6 +285,72 @@ def test_a_closed_engine_says_so() -> None:
     loaded.close()
     with pytest.raises(CloverError, match="closed"):
         loaded.chat(MESSAGES)
+
+
+def test_a_reply_whose_engine_is_closed_says_so() -> None:
+    """Wherever the close comes from: behind an item, in a form's step, in another thread, before a stream begins."""
+
+    def load() -> Clover:
+        return Clover.load(bundle(NANO).directory, threads=1, cache=False, max_context=128)
+
+    def closed_between_items(loaded: Clover) -> None:
+        stream = loaded.stream(MESSAGES, threshold=1.0)
+        next(stream)
+        loaded.close()
+        list(stream)
+
+    def closed_before_the_first(loaded: Clover) -> None:
+        stream = loaded.stream(MESSAGES)
+        loaded.close()
+        list(stream)
+
+    def closed_in_a_step(loaded: Clover) -> None:
+        loaded.fill(MESSAGES, "{{a:8}} {{b:9}}", on_event=lambda event: loaded.close())
+
+    def closed_elsewhere(loaded: Clover) -> None:
+        stream = loaded.stream(MESSAGES, threshold=1.0)
+        next(stream)
+        closer = threading.Thread(target=loaded.close)
+        closer.start()
+        closer.join(60)
+        assert not loaded._freed  # a step might be running
+        list(stream)
+
+    for case in (closed_between_items, closed_before_the_first, closed_in_a_step, closed_elsewhere):
+        loaded = load()
+        with pytest.raises(CloverError, match="closed"):
+            case(loaded)
+        assert loaded._freed
+        loaded.close()
+
+
+def test_flags_and_paths_of_another_type_are_refused_by_name(engine: Clover) -> None:
+    wrong: Any = "no"
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("enable_thinking", lambda: engine.chat(MESSAGES, enable_thinking=wrong)),
+        ("enable_thinking", lambda: engine.fill(MESSAGES, "{{a:2}}", enable_thinking=wrong)),
+        ("steps", lambda: engine.stream(MESSAGES, steps=wrong)),
+        ("steps", lambda: engine.stream_prompt("a", steps=wrong)),
+        ("together", lambda: engine.decide("d", {"a": [1, 2]}, together=wrong)),
+        ("on_event", lambda: engine.fill(MESSAGES, "{{a:2}}", on_event=wrong)),
+        ("verify", lambda: Clover.load("x", verify=wrong)),
+        ("cache", lambda: Clover.load("x", cache=wrong)),
+        *(("directory", partial(Clover.load, path)) for path in cast(list[Any], [5, None, b"x"])),
+    ]
+    for field, call in calls:
+        with pytest.raises(RequestError) as refused:
+            call()
+        assert refused.value.field == field and field in str(refused.value)
+
+
+def test_errors_cross_processes_and_engines_do_not(engine: Clover) -> None:
+    with pytest.raises(RequestError) as refused:
+        engine.chat(MESSAGES, threshold=2)
+    for again in (pickle.loads(pickle.dumps(refused.value)), copy.copy(refused.value)):
+        assert (type(again), again.field, str(again)) == (RequestError, "threshold", str(refused.value))
+    for take in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"Clover\.load"):
+            take(engine)
 
 
 # -- bundles with less in them --------------------------------------------------------------------------------
