@@ -27,6 +27,7 @@ from clover.runtime.terminal.verb import (
     Thinking,
     Threads,
     Threshold,
+    hold_standard_streams,
     print_json,
     sentence_on_error,
 )
@@ -300,6 +301,7 @@ for verb in (*FORM_VERBS, *VERBS, calibrate, bench, trace):
 
 def main() -> None:
     """Entry point of the `clover` command."""
+    hold_standard_streams()
     app()
 
 

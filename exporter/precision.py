@@ -73,6 +73,8 @@ def parse_precision(text: str) -> tuple[Precision, dict[TensorClass, Precision]]
             base = precision
         elif key not in TENSOR_CLASSES:
             raise CloverError(f"--precision: {key!r} is no tensor class; choose from {', '.join(TENSOR_CLASSES)}.")
+        elif key in overrides:
+            raise CloverError(f"--precision: {text!r} names {key} twice; keep one.")
         else:
             overrides[key] = precision
     return base or "fp32", overrides

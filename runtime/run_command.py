@@ -43,6 +43,9 @@ def run_prompt(
     as_json: bool,
 ) -> None:
     """Loads the bundle and prints the reply as it develops; statistics go to stderr."""
+    if raw and thinking is not None:
+        option = "--thinking" if thinking else "--no-thinking"
+        raise CloverError(f"{option} is for the chat template, which --raw leaves out; give one of them.")
     given = {k: v for k, v in options.items() if v is not None}
     with Clover.load(bundle, **load) as engine:
         if raw:

@@ -172,6 +172,7 @@ BAD_BUILDS: dict[str, tuple[list[str], str]] = {
     "unknown precision": (["--precision", "int5"], "'int5' names no precision"),
     "empty precision": (["--precision", ""], "names no precision"),
     "unknown class": (["--precision", "int4,router=int8"], "'router' is no tensor class"),
+    "a class twice": (["--precision", "int4,embed=int8,embed=bf16"], "names embed twice"),
     "unknown card": (["--gpu", "voodoo2"], "voodoo2"),
     "block size 0": (["--block-size", "0"], "--block-size 0 is not supported"),
     "block size 33": (["--block-size", "32", "--block-size", "33"], "--block-size 33 is not supported"),
@@ -242,6 +243,8 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "negative temperature": (["a", "--temperature", "-1"], "temperature is -1"),
     "empty stop": (["a", "--stop", ""], "stop must hold"),
     "too much context": (["a", "--max-context", "5000"], "max_context is 5000"),
+    "thinking without a template": (["a", "--raw", "--thinking"], "--thinking is for the chat template"),
+    "no thinking without a template": (["a", "--raw", "--no-thinking"], "--no-thinking is for the chat template"),
     "steps in JSON": (["a", "--show-steps", "--json"], "give one of them"),
 }
 
@@ -271,6 +274,22 @@ def test_standard_input_without_a_prompt_is_refused(prompt: str, words: str) -> 
     done = piped(prompt)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and not done.stdout and line.startswith("clover: standard input ") and words in line
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed: str) -> None:
+    run = ["run", str(bundle(NANO).directory), PROMPT, "--no-cache"]
+    for verb, code in ((["gpus"], 0), (run, 0), ([*run, "--json"], 0), (["plan"], 2)):
+        command = f"{shlex.join([sys.executable, '-m', 'clover.cli', *verb])} {closed}"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert done.returncode == code and "Traceback" not in done.stderr, (verb, done.stderr)
+
+
+def test_a_build_writes_its_bundle_whole_with_all_streams_closed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "clover.cli", "build", str(tiny_checkpoint(0)), "-o", str(tmp_path / "b")]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(command)} <&- >&- 2>&-"], check=False)
+    assert done.returncode == 0
+    Bundle.open(tmp_path / "b", verify=True)
 
 
 def test_a_line_end_behind_a_piped_prompt_is_none_of_it() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +102,18 @@ def test_other_mistakes_with_calibrate_are_sentences(tmp_path: Path) -> None:
     for arguments, told in mistakes:
         assert told in refused(clover("calibrate", *arguments)), arguments
     assert [p.name for p in tmp_path.iterdir()] == ["p.txt"]
+
+
+def test_a_full_disk_is_named_with_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("clover.engines.calibrate.record.save_calibration", full)
+    (tmp_path / "p.txt").write_text("Hello\n")
+    options = ["--prompts", tmp_path / "p.txt", "-o", tmp_path / "c", "--max-new-tokens", "1"]
+    sentence = refused(clover("calibrate", bundle(NANO).directory, *options, "--json"))
+    assert sentence.startswith(f"--out {tmp_path / 'c'} can't be written (No space left"), sentence
+    assert not (tmp_path / "c").exists()
 
 
 def flipped(path: Path) -> None:

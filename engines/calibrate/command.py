@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +43,23 @@ def calibrate_command(
     check_threads(threads)
     chats = read_prompts(prompts)
     with exclusive(out.with_name(f".{out.name}.lock"), f"another calibration is writing {out}; wait for it."):
-        found = record(
-            Bundle.open(bundle),
-            chats,
-            out,
-            mode=mode,
-            max_new_tokens=max_new_tokens,
-            threads=threads,
-            progress=progress,
-        )
+        opened = Bundle.open(bundle)
+        try:
+            found = record(
+                opened,
+                chats,
+                out,
+                mode=mode,
+                max_new_tokens=max_new_tokens,
+                threads=threads,
+                progress=progress,
+            )
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CloverError(
+                f"--out {out} can't be written ({error.strerror}); make room or give another path."
+            ) from None
     return describe(found, out)
 
 

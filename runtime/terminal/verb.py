@@ -35,6 +35,22 @@ Provider = Annotated[
 ]
 
 
+def hold_standard_streams() -> None:
+    """Opens the null device where a caller closed stdin, stdout or stderr.
+
+    Else the next file opened, perhaps one of a bundle, would get its number, and what is printed could land there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
 def fail(message: str, code: int = 2) -> typer.Exit:
     """One sentence on stderr and an exit code."""
     print("clover:", " ".join(message.splitlines()), file=sys.stderr)
