@@ -80,6 +80,11 @@ def test_forms_decisions_and_free_replies_share_steps(server: RunningServer) -> 
 SHARED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.5}, "temperature"),
     ({"top_p": 0.5}, "top_p"),
+    # equal to what changes nothing in Python, and of another type
+    *(({name: False}, name) for name in ("temperature", "top_k", "presence_penalty", "frequency_penalty")),
+    *(({name: True}, name) for name in ("top_p", "repetition_penalty", "seed")),
+    ({"seed": "x"}, "seed"),
+    ({"seed": -5}, "seed"),
     ({"mode": "autoregressive"}, "mode"),
     ({"presence_penalty": 1}, "presence_penalty"),
     ({"threshold": 2}, "threshold"),

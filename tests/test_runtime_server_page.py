@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from serve_support import RunningServer, nano, nano_slots
 
+from clover.runtime.options import MODES
 from clover.runtime.server.page import load_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -95,6 +96,25 @@ def test_a_reply_develops_in_the_page(server: RunningServer, browser: Any) -> No
     assert replies[1] == nano().chat(history, max_new_tokens=512).text
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert not severe, severe
+
+
+def test_every_mode_answers_in_the_page(server: RunningServer, browser: Any) -> None:
+    """What does not act in a mode is not sent: the server would refuse it."""
+    browser.get(server.url)
+    by(browser, "#settings summary").click()
+    inert = {"autoregressive": ["threshold", "block_size"], "self-speculative": ["threshold"]}
+    for mode in MODES:
+        by(browser, f"#mode option:nth-child({MODES.index(mode) + 1})").click()
+        assert by(browser, "#mode").get_attribute("value") == mode
+        disabled = [name for name in ("threshold", "block_size") if not by(browser, f"#{name}").is_enabled()]
+        assert disabled == inert.get(mode, [])
+        ask(browser, ASKED)
+        browser.find_element("xpath", "//*[contains(@class, 'turn')]//*[contains(., 'tokens/step')]")
+        wanted = nano().chat([{"role": "user", "content": ASKED}], max_new_tokens=512, mode=mode).text
+        reply = by(browser, ".reply").get_attribute("textContent")
+        assert reply == wanted or (mode == "adaptive" and reply)  # two adaptive replies may differ
+        by(browser, "#fresh").click()
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def test_the_page_fits_a_phone_and_tells_errors(server: RunningServer, browser: Any) -> None:

@@ -157,10 +157,16 @@ def parse_template(template: str, field: str = "template") -> Form:
 def _parse_hole(text: str, field: str) -> Hole:
     name, colon, kind = text.partition(":")
     name = name.strip()
-    if not colon or not NAME.match(name):
+    if not colon:
         raise RequestError(
             field,
             f"{field}: hole {{{{{text}}}}} is not name:tokens, name:one|other, name:int or name:number.",
+        )
+    if not NAME.match(name):
+        raise RequestError(
+            field,
+            f"{field}: hole {{{{{text}}}}} has the name {name!r}; names are letters a to z, digits and _ . - [ ], "
+            "and begin with a letter or _.",
         )
     if "|" in kind:
         return Hole(name, choice(tuple(kind.split("|")), field, name))

@@ -65,7 +65,9 @@ def parse_json(raw: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}.") from None
     except (ValueError, RecursionError) as error:  # NaN, numbers of thousands of digits
-        raise ApiError(400, f"the body is not JSON that can be read: {str(error)[:100]}.") from None
+        # Python's own words would tell a client to change the interpreter
+        reason = "a number has thousands of digits" if "digits" in str(error) else str(error)[:100]
+        raise ApiError(400, f"the body is not JSON that can be read: {reason}.") from None
 
 
 def _depth(text: str) -> int:

@@ -11,6 +11,7 @@ from clover.runtime.forms.decoder import FormDecoder
 from clover.runtime.forms.fill import FORM_OPTIONS, check_form_options
 from clover.runtime.forms.schema import form_of_schema
 from clover.runtime.forms.template import Form, Hole
+from clover.runtime.options import make_options
 from clover.runtime.scheduler.job import Job, Outcome
 from clover.runtime.server.fields import Fields
 from clover.runtime.server.generation import Broken, Ended, FormValues, Generation, Piece, Usage
@@ -68,6 +69,7 @@ def _form(f: Fields) -> Form:
 
 def form_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that act on a form. Raises RequestError for one that asks for something a form can't do."""
+    make_options({}, {k: v for k, v in given.items() if k in ("seed", *_NEUTRAL)})  # False, say, is no temperature
     asked = {k: v for k, v in given.items() if k not in ("seed", "max_new_tokens") and v != _NEUTRAL.get(k)}
     check_form_options(asked)
     return {k: v for k, v in given.items() if k in FORM_OPTIONS}
@@ -80,9 +82,7 @@ def check_length(decoder: FormDecoder, form: Form, room: int, limit: int | None,
             form.field, f"{form.field} takes up to {decoder.longest} tokens; the context has {max(room, 0)} left."
         )
     if limit is not None and decoder.longest > limit:
-        raise RequestError(
-            limit_name, f"{limit_name} is {limit}, and the schema's reply takes up to {decoder.longest} tokens."
-        )
+        raise RequestError(limit_name, f"{limit_name} is {limit}, and the form takes up to {decoder.longest} tokens.")
 
 
 class FormSink:

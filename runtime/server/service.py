@@ -194,7 +194,8 @@ class Service:
             )
         if thinking:
             raise RequestError(
-                "enable_thinking", "enable_thinking must be false where the reply follows a JSON schema."
+                "enable_thinking",
+                "enable_thinking must be false where the reply is a form (a template or a JSON schema).",
             )
         template = self.engine.template
         if template is not None and template.supports_thinking:
