@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from clover.engines.bundle import Bundle
 from clover.engines.open import open_session
-from clover.runtime.errors import BundleError, CloverError, RequestError
+from clover.runtime.errors import BundleError, RequestError
 from clover.runtime.session import SequenceRows, StepSession
+from clover.runtime.terminal.output import check_out, write_out
 
 Floats = npt.NDArray[np.float32]
 
@@ -29,17 +30,15 @@ class Logits:
 
     def save(self, path: Path) -> None:
         """Writes the arrays as .npz beside `path` and renames it there. Raises CloverError when that fails."""
-        work = path.with_name(f".{path.name}.partial")
-        try:
+
+        def write(work: Path) -> None:
             with work.open("wb") as file:
                 np.savez_compressed(
                     file, prompt=self.prompt, block=self.block,
                     commit_logits=self.commit_logits, preview_logits=self.preview_logits,
                 )  # fmt: skip
-            work.replace(path)
-        except OSError as error:
-            work.unlink(missing_ok=True)
-            raise CloverError(f"--out {path} can't be written ({error.strerror}); give another path.") from None
+
+        write_out(path, write)
 
 
 def parse_ids(text: str, option: str) -> list[int]:
@@ -110,8 +109,7 @@ def _run(session: StepSession, tokens: Sequence[int], commit: int, top_p: float)
 
 def logits_command(bundle: Path, prompt: str, block: str, out: Path, coreset_top_p: float | None) -> dict[str, Any]:
     """The verb: writes `out` and returns what was written, as JSON data."""
-    if not out.parent.is_dir():
-        raise CloverError(f"--out {out}: {out.parent} is not a directory; create it or give another path.")
+    check_out(out)
     result = compute_logits(Bundle.open(bundle), parse_ids(prompt, "prompt"), parse_ids(block, "block"), coreset_top_p)
     result.save(out)
     return {

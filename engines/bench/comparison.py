@@ -11,6 +11,7 @@ from clover.engines.bench.cases import read_cases
 from clover.engines.bench.ledger import compare
 from clover.engines.bench.report import render_html, render_terminal
 from clover.runtime.errors import CloverError
+from clover.runtime.terminal.output import check_out, write_out
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,8 +34,10 @@ def compare_servers(
 ) -> tuple[dict[str, Any], RenderableType]:
     """Compares, writes the report, and returns the result as JSON data and for the terminal. `fields`: FIELD=VALUE of each
     server's requests. Raises CloverError."""
-    if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
-        raise CloverError(f"--out {out} must end in .html and lie in a directory that exists; give another path.")
+    if out is not None:
+        if out.suffix != ".html":
+            raise CloverError(f"--out {out} must end in .html; give another path.")
+        check_out(out)
     if not 0 < timeout <= 86_400:
         raise CloverError(f"--timeout is {timeout:g}; it must be above 0 and at most 86400 seconds.")
     given = _fields(fields[0], "--field-a"), _fields(fields[1], "--field-b")
@@ -47,13 +50,7 @@ def compare_servers(
         progress=lambda done, total: progress("servers", done, total),
     )  # fmt: skip
     if out is not None:
-        work = out.with_name(f".{out.name}.partial")
-        try:
-            work.write_text(render_html(result), encoding="utf-8")
-            work.replace(out)
-        except OSError as error:
-            work.unlink(missing_ok=True)
-            raise CloverError(f"--out {out} can't be written ({error.strerror}); give another path.") from None
+        write_out(out, lambda work: work.write_text(render_html(result), encoding="utf-8"))
     return {**result.to_json(), "ledger": str(book)}, render_terminal(result)
 
 

@@ -13,6 +13,7 @@ from clover.engines.open import check_threads
 from clover.engines.prompts import read_prompts
 from clover.exporter.calibration import LEAST_ROWS
 from clover.runtime.errors import CloverError, RequestError
+from clover.runtime.terminal.output import check_out
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,10 +33,7 @@ def calibrate_command(
     progress: Progress,
 ) -> dict[str, Any]:
     """Writes `out` and returns what was found as JSON data. Raises CloverError with nothing half-written."""
-    if not out.parent.is_dir():
-        raise CloverError(f"--out {out}: {out.parent} is not a directory; create it or give another path.")
-    if out.is_dir():
-        raise CloverError(f"--out {out} is a directory; give the path of a file.")
+    check_out(out)
     if out.exists() and not force:
         raise CloverError(f"--out {out} already exists; give another path or --force to replace it.")
     if max_new_tokens < 1:

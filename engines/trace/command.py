@@ -12,6 +12,7 @@ from clover.engines.trace.picture import DPI, render_png, require_pillow
 from clover.engines.trace.record import Trace, record
 from clover.runtime.clover import Clover
 from clover.runtime.errors import CloverError, RequestError
+from clover.runtime.terminal.output import check_out, write_out
 
 ENDINGS = (".html", ".png", ".json")
 DEFAULT_DPI = 300
@@ -53,13 +54,7 @@ def trace_command(
         written = (json.dumps(trace.to_json(), indent=1, ensure_ascii=False) + "\n").encode()
     else:
         written = render_page(trace).encode()
-    work = out.with_name(f".{out.name}.partial")
-    try:
-        work.write_bytes(written)
-        work.replace(out)
-    except OSError as error:
-        work.unlink(missing_ok=True)
-        raise CloverError(f"--out {out} can't be written ({error.strerror}); give another path.") from None
+    write_out(out, lambda work: work.write_bytes(written))
     return trace
 
 
@@ -69,8 +64,7 @@ def _check(out: Path, dpi: int | None) -> None:
         raise CloverError(
             f"--out {out}: the ending says the format; give a path that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}."
         )
-    if not out.parent.is_dir():
-        raise CloverError(f"--out {out}: {out.parent} is not a directory; create it or give another path.")
+    check_out(out)
     if dpi is not None and out.suffix != ".png":
         raise CloverError(f"--dpi acts on .png pictures, and --out is {out}; leave it out.")
     if dpi is not None and not DPI[0] <= dpi <= DPI[1]:
