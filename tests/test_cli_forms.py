@@ -66,9 +66,20 @@ def test_the_documents_calls_over_http_run() -> None:
             got = server.http.post(path, content=body, headers=dict([header.split(": ")]))
             assert got.status_code == 200, got.text
             reply = got.json()
-            assert json.loads(reply["text"]) == reply["values" if path.endswith("fill") else "answers"]
-            assert reply["usage"]["steps"] >= 1 and reply["confidences"].keys() == json.loads(reply["text"]).keys()
+            values = reply["values" if path.endswith("fill") else "answers"]
+            assert json.loads(reply["text"]) == ([values] if path.endswith("fill") else values)
+            assert reply["usage"]["steps"] >= 1 and reply["confidences"].keys() == values.keys()
+            if path.endswith("fill"):
+                assert values == {"op": "assign", "uav": 7, "task": "survey", "site": "Elm"}
     assert len(at) == 2
+
+
+def test_the_documents_command_fills_its_form_right() -> None:
+    page = (REPOSITORY / "docs" / "forms.md").read_text()
+    (commands,) = [block for block in page.split("```")[1::2] if "clover fill" in block]
+    words = shlex.split(commands.partition("clover decide")[0].replace("\\\n", ""))
+    assert words[:3] == ["clover", "fill", "BUNDLE"]
+    assert json.loads(on_nano("fill", *words[3:]).stdout) == [{"op": "dispatch", "uav": 7, "site": "Cedar"}]
 
 
 def test_choices_are_json_values_or_texts() -> None:
