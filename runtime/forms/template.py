@@ -165,7 +165,7 @@ def _parse_hole(text: str, field: str) -> Hole:
     if not NAME.match(name):
         raise RequestError(
             field,
-            f"{field}: hole {{{{{text}}}}} has the name {name!r}; names are letters a to z, digits and _ . - [ ], "
+            f"{field}: hole {{{{{text}}}}} has the name {name!r}; names are ASCII letters, digits and _ . - [ ], "
             "and begin with a letter or _.",
         )
     if "|" in kind:
