@@ -291,3 +291,15 @@ def test_work_that_begins_anew_is_timed_anew(
     progress("experts", 20, 20)
     lines = capsys.readouterr().err.splitlines()
     assert "0.5 /s" in lines[0] and "2 /s, 0 s left" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("unit", "done", "shown"),
+    [(" prompts", 8, "8 prompts/s"), (" weights", 12_000_000, "12 M weights/s"), ("", 8, "8 /s"), ("", 8000, "8 k/s")],
+)
+def test_a_rate_has_one_space_where_it_needs_one(
+    unit: str, done: int, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clover.runtime.terminal.progress.time.monotonic", iter([0.0, 1.0]).__next__)
+    Progress("working", unit)("things", done, done)
+    assert capsys.readouterr().err == f"working: 100 % (things), {shown}, 0 s left\n"

@@ -61,13 +61,14 @@ class Progress:
             self._start = now
         self._done = done
         speed = done / max(now - self._start, 1e-9)
+        rate = " ".join(f"{human(speed)}{self._unit}/s".split())
         if self._bar:
             self._bar.update(
                 self._task,
                 completed=done,
                 total=total,
                 description=f"{self._title} {what}",
-                rate=f"{human(speed)}{self._unit}/s",
+                rate=rate,
                 refresh=self._steady and (now - self._last >= STEADY_INTERVAL or done >= total),
             )
             self._last = now if now - self._last >= STEADY_INTERVAL else self._last
@@ -75,7 +76,7 @@ class Progress:
             self._last = now
             left = (total - done) / max(speed, 1e-9)
             print(
-                f"{self._title}: {100 * done / max(total, 1):.0f} % ({what}), {human(speed)}{self._unit}/s, {left:.0f} s left",
+                f"{self._title}: {100 * done / max(total, 1):.0f} % ({what}), {rate}, {left:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
