@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from engine_support import NANO, bundle
@@ -326,6 +326,7 @@ def test_a_reply_whose_engine_is_closed_says_so() -> None:
 
 def test_flags_and_paths_of_another_type_are_refused_by_name(engine: Clover) -> None:
     wrong: Any = "no"
+    paths: list[Any] = [5, None, b"x"]
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("enable_thinking", lambda: engine.chat(MESSAGES, enable_thinking=wrong)),
         ("enable_thinking", lambda: engine.fill(MESSAGES, "{{a:2}}", enable_thinking=wrong)),
@@ -335,7 +336,7 @@ def test_flags_and_paths_of_another_type_are_refused_by_name(engine: Clover) -> 
         ("on_event", lambda: engine.fill(MESSAGES, "{{a:2}}", on_event=wrong)),
         ("verify", lambda: Clover.load("x", verify=wrong)),
         ("cache", lambda: Clover.load("x", cache=wrong)),
-        *(("directory", partial(Clover.load, path)) for path in cast(list[Any], [5, None, b"x"])),
+        *(("directory", partial(Clover.load, path)) for path in paths),
     ]
     for field, call in calls:
         with pytest.raises(RequestError) as refused:
