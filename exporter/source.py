@@ -71,18 +71,18 @@ def _from_hub(repository: str, fetch: Fetch) -> Path:
     except LocalEntryNotFoundError:
         if fetch == "nothing":
             raise CheckpointError(
-                f"{repository} is not in the Hugging Face cache; run `hf download {repository}`, or give the checkpoint's "
-                "directory."
+                f"{repository} is no directory here and not in the Hugging Face cache; "
+                f"run `hf download {repository}`, or give the checkpoint's directory."
             ) from None
         raise CheckpointError(
-            f"{repository} is not in the Hugging Face cache and the hub can't be reached; "
-            "go online, or download the checkpoint elsewhere and give its directory."
+            f"{repository} is no directory here and not in the Hugging Face cache, and the hub can't be reached; check the "
+            "path, go online, or download the checkpoint elsewhere and give its directory."
         ) from None
     except HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", "an error")
         raise CheckpointError(
-            f"the Hugging Face hub answers {status} for {repository}; check the name, and log in with "
-            "`hf auth login` if it is private."
+            f"{repository} is no directory here, and the Hugging Face hub answers {status} for it; "
+            "check the name, and log in with `hf auth login` if it is private."
         ) from None
     except OSError as error:
         raise CheckpointError(f"{repository} could not be downloaded ({error}); try again.") from None

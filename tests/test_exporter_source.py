@@ -136,6 +136,7 @@ def test_every_verb_says_the_same_when_there_is_none(source: str, hub: Path, tmp
     assert said["build"] == said["plan"]
     assert said["inspect --checkpoint"] == said["validate --checkpoint"]
     if source == "org/absent":  # a verb that only looks does not download 69 GB
+        assert all("org/absent is no directory here" in sentence for sentence in said.values()), said
         assert "hub can't be reached" in said["plan"] and "run `hf download org/absent`" in said["inspect"]
         assert said["inspect"] == said["inspect --checkpoint"]
 
