@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +16,7 @@ from clover.exporter.config import read_json
 from clover.runtime.adaptive import AdaptiveDecoder, StepTimesSeen
 from clover.runtime.autoregressive import AutoregressiveDecoder
 from clover.runtime.decoder import Decoder, StepEvent, TokenInfo
-from clover.runtime.errors import CloverError, RequestError
+from clover.runtime.errors import RequestError
 from clover.runtime.fill import FillDecoder
 from clover.runtime.forms.fill import (
     Decision,
@@ -40,6 +38,7 @@ from clover.runtime.text.chat_template import ChatTemplate
 from clover.runtime.text.json_schema import strict_checks
 from clover.runtime.text.reply import ReplyEvent, ReplyParser
 from clover.runtime.text.tokenizer import Tokenizer, check_prompt
+from clover.runtime.turns import Turns
 
 TOKENIZER_DIRECTORY = "tokenizer"
 
@@ -59,15 +58,10 @@ class Clover:
         self, bundle: Bundle, session: StepSession, tokenizer: Tokenizer | None, template: ChatTemplate | None
     ) -> None:
         self.bundle, self.session, self.tokenizer, self.template = bundle, session, tokenizer, template
-        self._turn = threading.Lock()
-        self._turn_of: int | None = None  # the thread whose stream runs
-        self._closed = False  # asked for; a step that runs elsewhere still has the session
-        self._freed = False
+        self._turns = Turns(session.close)
         self._step_times: dict[tuple[int, float], StepTimesSeen] = {}  # by block size and threshold
         self._vocabulary: Vocabulary | None = None  # of forms
-        self._vocab_size = (
-            bundle.manifest.config.vocab_size
-        )  # asked for on every call; the manifest reads it anew each time
+        self._vocab_size = bundle.manifest.config.vocab_size  # kept: the manifest reads its config anew each time
 
     @classmethod
     def load(
@@ -203,7 +197,7 @@ class Clover:
         given: Mapping[str, Any],
         on_event: Callable[[StepEvent], None] | None,
     ) -> FilledForm:
-        self._check_open()
+        self._turns.check_open()
         if self.template is None or self.tokenizer is None:
             raise RequestError("messages", "this bundle has no tokenizer or chat template, so it can't fill forms.")
         check_form_options(given)
@@ -214,7 +208,7 @@ class Clover:
         check_prompt(ids, manifest.mask_token_id, "messages")
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self.tokenizer, manifest.config.vocab_size, manifest.excluded_token_ids)
-        with self._take_turn():
+        with self._turns.take():
             return fill_form(
                 self.session,
                 ids,
@@ -287,27 +281,7 @@ class Clover:
     def close(self) -> None:
         """Frees the engine. Harmless when closed already. A reply that runs in another thread ends with CloverError
         within a step, and the engine is freed then."""
-        self._closed = True
-        if self._turn_of == threading.get_ident():  # between two steps of this thread's own stream
-            self._free()
-        else:
-            self._free_when_idle()
-
-    def _free_when_idle(self) -> None:
-        if self._turn.acquire(blocking=False):
-            try:
-                self._free()
-            finally:
-                self._turn.release()
-
-    def _free(self) -> None:
-        if not self._freed:
-            self._freed = True
-            self.session.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CloverError("this engine is closed; load the bundle again.")
+        self._turns.close()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("a loaded engine can't be pickled or copied; call Clover.load in each process.")
@@ -331,7 +305,7 @@ class Clover:
         starts_in_thinking: bool = False,
         parse: bool = True,
     ) -> Iterator[StreamItem]:
-        self._check_open()
+        self._turns.check_open()
         options = self.options(**given)
         decoder = self.decoder(ids, options, field)
         parser = None
@@ -357,10 +331,10 @@ class Clover:
         tokens: list[TokenInfo] = []
         texts: list[ReplyEvent] = []
         first: float | None = None
-        with self._take_turn():
+        with self._turns.take():
             self.session.reset(0)
             for event in decode(self.session, decoder, 0, times):
-                self._check_open()
+                self._turns.check_open()
                 if isinstance(event, StepEvent):
                     if steps:
                         yield event
@@ -387,28 +361,6 @@ class Clover:
             decoder.counts, options.mode, len(tokens), engine=times.session, first=first, total=total
         )
         yield ReplyFinished(make_reply(texts, decoder.truncated, tokens, statistics))
-
-    @contextmanager
-    def _take_turn(self) -> Iterator[None]:
-        """Waits for the engine. Raises CloverError where that would be for ever: the main thread, behind itself."""
-        me = threading.get_ident()
-        if self._turn_of == me and threading.current_thread() is threading.main_thread():
-            raise CloverError("another stream of this engine is still open; read it to its end or close it first.")
-        try:
-            with self._turn:
-                self._check_open()
-                self._turn_of = me
-                try:
-                    yield
-                except Exception as error:  # of a step without its session
-                    if self._closed and not isinstance(error, CloverError):
-                        raise CloverError("this engine was closed before the reply was complete.") from error
-                    raise
-                finally:
-                    self._turn_of = None
-        finally:
-            if self._closed:
-                self._free_when_idle()
 
 
 def load_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -313,14 +313,14 @@ def test_a_reply_whose_engine_is_closed_says_so() -> None:
         closer = threading.Thread(target=loaded.close)
         closer.start()
         closer.join(60)
-        assert not loaded._freed  # a step might be running
+        assert not loaded._turns.freed  # a step might be running
         list(stream)
 
     for case in (closed_between_items, closed_before_the_first, closed_in_a_step, closed_elsewhere):
         loaded = load()
         with pytest.raises(CloverError, match="closed"):
             case(loaded)
-        assert loaded._freed
+        assert loaded._turns.freed
         loaded.close()
 
 
