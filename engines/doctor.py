@@ -122,7 +122,7 @@ def diagnose(
 
 
 def _extra(extra: str, names: list[str]) -> str:
-    return f"{' and '.join(names)}: pip install 'clover-deploy[{extra}]'"
+    return f"{' and '.join(names)}: pip install '.[{extra}]' in Clover's checkout"
 
 
 def _cpu_backend(versions: dict[str, str | None], features: tuple[str, ...]) -> dict[str, Any]:

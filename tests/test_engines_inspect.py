@@ -131,9 +131,9 @@ def test_a_base_installation_builds_and_runs_on_the_cpu() -> None:
     assert data["backends"]["onnxruntime"]["build"] and data["backends"]["onnxruntime"]["run"]
     rtx = data["backends"]["tensorrt-rtx"]
     assert not rtx["build"] and not rtx["run"]
-    assert "tensorrt_rtx: pip install 'clover-deploy[tensorrt-rtx]'" in rtx["missing"]
+    assert "tensorrt_rtx: pip install '.[tensorrt-rtx]'" in rtx["missing"]
     assert "to run: no NVIDIA driver on this machine" in rtx["missing"]
-    assert not data["serve"]["ready"] and "clover-deploy[serve]" in data["serve"]["missing"][0]
+    assert not data["serve"]["ready"] and ".[serve]" in data["serve"]["missing"][0]
 
 
 def test_engines_build_without_a_gpu_and_run_on_a_card_that_fits() -> None:
@@ -149,5 +149,5 @@ def test_engines_build_without_a_gpu_and_run_on_a_card_that_fits() -> None:
 
 def test_the_diagnosis_shows_what_to_type() -> None:
     shown = text(render_diagnosis(diagnose(nothing_but(*BASE), no_driver)))
-    assert "pip install 'clover-deploy[tensorrt-rtx]'" in shown
+    assert "pip install '.[tensorrt-rtx]'" in shown
     assert "not installed: tensorrt_rtx" in shown

@@ -34,7 +34,7 @@ def require_pillow() -> None:
         import PIL  # noqa: F401
     except ImportError:
         raise CloverError(
-            "--out: a .png picture needs Pillow; `pip install 'clover-deploy[trace]'`, or write .html or .json."
+            "--out: a .png picture needs Pillow; `pip install '.[trace]'` in Clover's checkout brings it, or write .html or .json."
         ) from None
 
 

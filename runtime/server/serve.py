@@ -38,7 +38,7 @@ def serve_command(bundle: Path, config: Path | None, key_file: Path | None, flag
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise CloverError(
-            f"serving needs the package {error.name}; install them with `pip install 'clover-deploy[serve]'`."
+            f"serving needs the package {error.name}; in Clover's checkout, `pip install '.[serve]'` brings it."
         ) from None
     _log_as_json()
     listener = listen(settings)
