@@ -131,7 +131,7 @@ def test_a_base_installation_builds_and_runs_on_the_cpu() -> None:
     assert data["backends"]["onnxruntime"]["build"] and data["backends"]["onnxruntime"]["run"]
     rtx = data["backends"]["tensorrt-rtx"]
     assert not rtx["build"] and not rtx["run"]
-    assert "tensorrt_rtx: pip install '.[tensorrt-rtx]'" in rtx["missing"]
+    assert "tensorrt_rtx: pip install '.[tensorrt-rtx]' in Clover's checkout" in rtx["missing"]
     assert "to run: no NVIDIA driver on this machine" in rtx["missing"]
     assert not data["serve"]["ready"] and ".[serve]" in data["serve"]["missing"][0]
 
