@@ -110,7 +110,7 @@ def test_a_full_disk_is_named_with_the_option(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("clover.engines.calibrate.record.save_calibration", full)
     (tmp_path / "p.txt").write_text("Hello\n")
-    options = ["--prompts", tmp_path / "p.txt", "-o", tmp_path / "c", "--max-new-tokens", "1"]
+    options: list[str | Path] = ["--prompts", tmp_path / "p.txt", "-o", tmp_path / "c", "--max-new-tokens", "1"]
     sentence = refused(clover("calibrate", bundle(NANO).directory, *options, "--json"))
     assert sentence.startswith(f"--out {tmp_path / 'c'} can't be written (No space left"), sentence
     assert not (tmp_path / "c").exists()
