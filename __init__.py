@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# onnxruntime 1.32 writes a device id and sends usage data on Linux, too, unless told otherwise before its import
+# onnxruntime 1.32 writes a device id and may send usage data on Linux, too, unless told otherwise before its import
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.1.0"
