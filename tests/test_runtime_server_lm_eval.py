@@ -37,7 +37,9 @@ def test_likelihoods_are_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
+@pytest.mark.skipif(
+    find_spec("lm_eval") is None or find_spec("tenacity") is None, reason="lm-eval[api] is not installed"
+)
 def test_lm_eval_gives_the_score_of_the_library(tmp_path: Path) -> None:
     replies = [nano().chat([{"role": "user", "content": d["prompt"]}], max_new_tokens=256).text for d in documents()]
     right = sum(reply == d["answer"] for reply, d in zip(replies, documents(), strict=True))
