@@ -13,8 +13,7 @@ from typing import Literal
 
 from clover.engines.lock import exclusive
 from clover.engines.manifest import MANIFEST, FileEntry, Manifest, read_manifest
-from clover.engines.verified import damaged_file
-from clover.engines.verified import hash_file as hash_file
+from clover.engines.verified import damaged_file, hash_file
 from clover.runtime.errors import BundleError, CheckpointError
 
 Verify = bool | Literal["all"]  # hashes of no file, of those not checked before or changed since, of every file

@@ -16,7 +16,8 @@ from oracle_support import oracle_module, tiny_checkpoint
 from clover.exporter.config import ModelConfig
 from clover.exporter.graph.builder import GraphBuilder
 from clover.exporter.graph.rows import author_rows
-from clover.plugins.moe_coreset_routing.lowering import EXCLUDED, lower_coreset_routing
+from clover.plugins.moe_coreset_routing.lowering import lower_coreset_routing
+from clover.plugins.moe_coreset_routing.spec import EXCLUDED_LOGIT
 
 Floats = npt.NDArray[np.float32]
 
@@ -53,7 +54,7 @@ def routed_sets(logits: Floats, commit: list[int], rows: list[int], top_p: float
     }
     wanted = {value.name for value in session.get_inputs()}
     (out,) = session.run(["routed"], {name: value for name, value in given.items() if name in wanted})
-    return [[set(np.flatnonzero(row > EXCLUDED / 2).tolist()) for row in sequence] for sequence in out]
+    return [[set(np.flatnonzero(row > EXCLUDED_LOGIT / 2).tolist()) for row in sequence] for sequence in out]
 
 
 def expected_sets(logits: Floats, commit: int, rows: int, top_p: float, top_k: int) -> list[set[int]]:

@@ -20,9 +20,9 @@ from clover.engines.calibrate.taps import Taps, add_taps
 from clover.engines.observed_session import Array, ObservedSession
 from clover.engines.open import PREFILL_ROWS
 from clover.engines.prompts import Prompt
-from clover.engines.trace.routing import USED
 from clover.engines.validate.bundle_tensors import WeightStore
 from clover.exporter.calibration import Calibration, read_tensors, save_calibration, write_tensors
+from clover.plugins.moe_coreset_routing.spec import USED_LOGIT
 from clover.runtime.clover import TOKENIZER_DIRECTORY, Clover, load_template
 from clover.runtime.errors import CloverError
 from clover.runtime.loop import StepTimes, decode
@@ -89,7 +89,7 @@ class CalibrationSession(ObservedSession):
             count = len(row.logit_rows) if name == "lm_head" else len(row.tokens)
             self.sums.by_name[name].add(values[square], values[magnitude], count)
         for layer, (hidden, routing) in self._taps.experts.items():
-            used = values[routing][0, : len(row.tokens)] > USED
+            used = values[routing][0, : len(row.tokens)] > USED_LOGIT
             self.sums.wait(layer, values[hidden][: len(row.tokens)], used)
         if self.sums.rows_waiting >= 2 * self._most_waiting:  # a prompt longer than the buffer
             self.add_waiting()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,24 +87,17 @@ class ModelSums:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for layer, parts in self.waiting.items():
                 x, used = (np.concatenate(list(p)) for p in zip(*parts, strict=True))
-                read, wrote = (self.by_name[f"layers.{layer}.experts.{part}"] for part in ("gate_up", "down"))
-
-                def add(
-                    expert: int,
-                    layer: int = layer,
-                    x: Floats = x,
-                    used: Bools = used,
-                    read: Sums = read,
-                    wrote: Sums = wrote,
-                ) -> None:
-                    own = x[used[:, expert]]
-                    if len(own):
-                        read.add_rows(own, expert)
-                        wrote.add_rows(inner_rows(own, gate_up(layer, expert)), expert)
-
-                list(pool.map(add, range(used.shape[1])))
+                list(pool.map(partial(self._add_expert, layer, x, used, gate_up), range(used.shape[1])))
         self.waiting.clear()
         self.rows_waiting = 0
+
+    def _add_expert(
+        self, layer: int, x: Floats, used: Bools, gate_up: Callable[[int, int], Floats], expert: int
+    ) -> None:
+        own = x[used[:, expert]]
+        if len(own):
+            self.by_name[f"layers.{layer}.experts.gate_up"].add_rows(own, expert)
+            self.by_name[f"layers.{layer}.experts.down"].add_rows(inner_rows(own, gate_up(layer, expert)), expert)
 
     # -- to and from the file of an unfinished run -----------------------------------------------
 

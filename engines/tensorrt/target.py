@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clover.engines.bundle import file_entry, hash_file
+from clover.engines.bundle import file_entry
 from clover.engines.gpus import Gpu
 from clover.engines.manifest import Engine, FileEntry, Kernels, Target
 from clover.engines.planner.plan import DEFAULT_CONTEXT, DEFAULT_HOST_MEMORY, plan
@@ -24,6 +24,7 @@ from clover.engines.tensorrt.request import (
     fingerprint,
     profiles,
 )
+from clover.engines.verified import hash_file
 from clover.exporter.config import ModelConfig
 from clover.exporter.graph.tensorrt.step import (
     CONVERTED_FILE,

@@ -13,11 +13,10 @@ from clover.engines.bundle import Bundle
 from clover.engines.cpu_cache import fits_in_memory
 from clover.engines.observed_session import ObservedSession, give_out
 from clover.engines.open import PREFILL_ROWS
+from clover.plugins.moe_coreset_routing.spec import USED_LOGIT
 from clover.runtime.errors import BundleError
 from clover.runtime.ort_session import OrtSession
 from clover.runtime.session import SequenceRows
-
-USED = -1e29  # a routing logit above this marks an expert that the row uses
 
 
 class RoutingSession(ObservedSession):
@@ -39,7 +38,7 @@ class RoutingSession(ObservedSession):
         given = list(values.values())
         experts, counts, masks = [], [], []
         for routing, router in zip(given[::2], given[1::2], strict=True):
-            used = routing.reshape(-1, routing.shape[-1]) > USED  # [rows, E]
+            used = routing.reshape(-1, routing.shape[-1]) > USED_LOGIT  # [rows, E]
             experts.append(int(used.any(axis=0).sum()))
             if preview.start < preview.stop:
                 own = router.reshape(used.shape)[preview]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clover.engines.bundle import Bundle
+from clover.engines.observed_session import give_out
 from clover.engines.validate.runs import Run
 from clover.exporter.config import ModelConfig
 from clover.exporter.reference import ReferenceState
@@ -79,8 +80,6 @@ def give_out_layer(model: Any, layer: int, where: Path) -> tuple[str, ...]:
     `layers.N.router_logits`, `.routing` and `.hidden` are stable names. The others are found by what reads them: the
     norms before the mixer and before the experts. Raises BundleError for a graph that isn't built that way.
     """
-    from onnx import TensorProto, helper
-
     readers = {i: node for node in model.graph.node for i in node.input}
     makers = {o: node for node in model.graph.node for o in node.output}
     try:
@@ -96,10 +95,7 @@ def give_out_layer(model: Any, layer: int, where: Path) -> tuple[str, ...]:
             f"the step graph of {where} does not show layer {layer}'s values; build the bundle again with this clover."
         ) from None
     names = (entered, mixed, after_mixer, *stable)
-    present = {o.name for o in model.graph.output}
-    for name in dict.fromkeys(names):
-        if name not in present:
-            model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    give_out(model, names)
     return names
 
 

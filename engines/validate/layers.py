@@ -19,13 +19,12 @@ from clover.engines.validate.metrics import Agreement, ExpertSets, Floats
 from clover.exporter.config import ModelConfig
 from clover.exporter.reference import ReferenceModel, ReferenceState, _Rows
 from clover.plugins.moe_coreset_routing.reference import moe_coreset_routing
-from clover.plugins.moe_coreset_routing.spec import CoresetAttributes
+from clover.plugins.moe_coreset_routing.spec import USED_LOGIT, CoresetAttributes
 from clover.plugins.moe_experts.reference import moe_experts, pair_rows, route
 from clover.plugins.moe_experts.spec import ExpertsAttributes
 from clover.plugins.numerics import row_ranges, sigmoid, silu
 
 Bools = npt.NDArray[np.bool_]
-USED = -1e29  # a routing logit above this marks an expert the row uses
 SHARE_TIE = 1e-5  # float32 sums of votes in another order may move a coreset's share by this much
 
 
@@ -177,7 +176,7 @@ def _compare_parts(model: LayerReference, out: LayerAgreement, step: EngineStep,
     out.mixer.add(values.mixed[valid], mixed[valid])
     _compare_state(out, step, rows, new)
     out.router.add(values.router_logits[valid], model.router_logits(n, after)[valid])
-    used = values.routing > USED
+    used = values.routing > USED_LOGIT
     _compare_routing(model, out.routing, values.router_logits, used, rows, top_p)
     given = values.hidden - values.after_mixer
     out.experts.add(given[valid], model.experts(n, after, values.routing, rows)[valid])
@@ -224,7 +223,7 @@ def _run_on(
     after = hidden + mixed
     logits = model.router_logits(n, after)
     used = model.used_experts(logits, rows, top_p)
-    out.hidden_routing.add((values.routing > USED)[valid], used[valid], logits[valid])
+    out.hidden_routing.add((values.routing > USED_LOGIT)[valid], used[valid], logits[valid])
     hidden = after + model.experts(n, after, np.where(used, logits, -1e30), rows)
     out.hidden.add(values.hidden[valid], hidden[valid])
     first, second = ({n: part} for part in new)

@@ -12,8 +12,7 @@ from onnx import TensorProto
 from clover.exporter.config import ModelConfig
 from clover.exporter.graph.builder import GraphBuilder
 from clover.exporter.graph.rows import Rows
-
-EXCLUDED = -1e30
+from clover.plugins.moe_coreset_routing.spec import EXCLUDED_LOGIT
 
 
 def lower_coreset_routing(b: GraphBuilder, c: ModelConfig, rows: Rows, top_p: str, logits: str) -> str:
@@ -23,9 +22,9 @@ def lower_coreset_routing(b: GraphBuilder, c: ModelConfig, rows: Rows, top_p: st
         coreset = _coreset(b, c, rows, top_p, logits)  # [S, E] bool
         free = b.op("Not", b.unsqueeze(rows.is_preview, 2))
         keep = b.op("Or", free, b.unsqueeze(coreset, 1))
-        allowed = b.op("Where", keep, logits, b.scalar(EXCLUDED))
+        allowed = b.op("Where", keep, logits, b.scalar(EXCLUDED_LOGIT))
     best, index = b.ops("TopK", 2, allowed, b.ints(c.num_experts_per_tok), axis=-1)
-    nothing = b.op("Expand", b.scalar(EXCLUDED), b.op("Shape", logits))
+    nothing = b.op("Expand", b.scalar(EXCLUDED_LOGIT), b.op("Shape", logits))
     return b.op("ScatterElements", nothing, index, best, axis=2)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Stands for -inf. Its softmax probability underflows to exactly 0, and unlike -inf it can't make a NaN
 # (inf - inf, inf * 0) nor be mistaken for the mark a top-k kernel leaves on what it has already taken.
 EXCLUDED_LOGIT = -1e30
+USED_LOGIT = -1e29  # above this a routed logit marks an expert that the row may use
 
 
 @dataclass(frozen=True)
