@@ -29,7 +29,6 @@ from clover.engines.calibrate.record import record
 from clover.engines.calibrate.taps import matrix_inputs
 from clover.engines.observed_session import ObservedSession, give_out
 from clover.engines.prompts import Prompt, user_prompt
-from clover.engines.trace.routing import USED
 from clover.engines.validate.layers import log_softmax
 from clover.exporter.calibration import load_calibration
 from clover.exporter.checkpoint import Checkpoint
@@ -38,6 +37,7 @@ from clover.exporter.quantize import dequantize_int4, quantize_int4
 from clover.exporter.store_plan import store_plan
 from clover.exporter.weighted_quantize import quantize_int4_weighted
 from clover.exporter.weights import row_blocks
+from clover.plugins.moe_coreset_routing.spec import USED_LOGIT
 from clover.runtime.session import SequenceRows, StepSession
 from clover.runtime.terminal.progress import Progress
 
@@ -104,7 +104,7 @@ class Moments(ObservedSession):
             x = values[source].astype(np.float64)
             used = np.ones((len(x), 1), bool)
             if name.endswith("experts.gate_up"):
-                used = values[f"{name.removesuffix('.experts.gate_up')}.routing"][0] > USED
+                used = values[f"{name.removesuffix('.experts.gate_up')}.routing"][0] > USED_LOGIT
             for part in range(used.shape[1]):
                 own = x[used[:, part]]
                 self.sums[name, part] = self.sums.get((name, part), 0) + own.T @ own
